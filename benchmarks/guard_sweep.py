@@ -72,7 +72,7 @@ def line(exposed: Exposure, **more: Any) -> dict[str, Any]:
         "owners": len(most.owners),
         "singled": len(most.singled),
         "effective": round(most.effective, 1),
-        "heard": round(min(layer.heard for layer in exposed.layers), 2),
+        "heard": round(min(layer.learning_share for layer in exposed.layers), 2),
         "snr": "" if most.snr is None else round(most.snr, 2),
         "exposed": len(exposed.read),
         "share": round(exposed.share, 3),

@@ -104,7 +104,7 @@ def _digest(seed: Seed) -> slice:
     return slice(start, start + DIGEST)
 
 
-_FIELDS = ("kept", "low", "unary", "among", "planes", "names", "values")
+_FIELDS = ("sent", "low", "unary", "among", "planes", "names", "values")
 """What is replaced; of names, the number that are coded together."""
 
 
@@ -117,7 +117,7 @@ def _restructured(seed: Seed, draw: np.random.Generator) -> bytes:
         entry = entries[index]
         field = _FIELDS[int(draw.integers(len(_FIELDS)))]
         near = int(draw.integers(-2, 3))
-        if field in ("kept", "unary", "among"):
+        if field in ("sent", "unary", "among"):
             size = max(0, getattr(entry, field) + near) if draw.random() < 0.7 else int(draw.integers(0, 3000))
             entry = entry._replace(**{field: size})
         elif field == "low":

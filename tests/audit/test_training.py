@@ -143,7 +143,7 @@ def test_what_is_announced_before_a_round_follows_from_the_training(tmp_path: Pa
     experiment, training, _ = trained(tmp_path, defence=text)
     first, late = trials(experiment.config)[0], trials(experiment.config)[2]
     assert seen(experiment, first)[0].messages == {}
-    heard, _ = training.setting.federation(TrainingTrial(text, 0)).heard(stood(training, text, 2), (0, 1, 2), 3)
+    heard, _ = training.setting.federation(TrainingTrial(text, 0)).announced(stood(training, text, 2), (0, 1, 2), 3)
     watched = seen(experiment, late)[0]
     assert watched.messages.keys() == heard.messages.keys() != set()
     assert all(torch.equal(watched.messages[name], value) for name, value in heard.messages.items())

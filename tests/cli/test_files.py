@@ -111,4 +111,4 @@ def test_a_worker_elsewhere_has_to_have_the_same_images(scans: Path, command: st
         work_site = train_work.site(open_setting(read_training("little.toml")), None)
     assert not isinstance(arrive(work_site, 1), str)
     draw(scans / "test/a/00.png", 99)
-    assert "stands for other images or labels here than where the run was started" in str(arrive(work_site, 1))
+    assert "data.name: has other images or labels" in str(arrive(work_site, 1))

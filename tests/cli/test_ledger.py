@@ -6,7 +6,7 @@ import stat
 import pytest
 
 from gradveil.cli.app import run
-from gradveil.federated.privacy_ledger import Ledger, SpentNoise, keep, place
+from gradveil.federated.privacy_ledger import Ledger, SpentNoise, keep, ledger_file
 from gradveil.theory.accounting import Participation, epsilon
 
 pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
@@ -20,7 +20,7 @@ def test_a_ledger_is_made_once_and_shown(tmp_path, capsys):
     assert run(words(tmp_path)) == 2
     assert "is missing" in capsys.readouterr().err
     assert run(words(tmp_path, "create")) == 0
-    file = place(tmp_path, "hospital-a", "lungs-2026")
+    file = ledger_file(tmp_path, "hospital-a", "lungs-2026")
     assert str(file) in capsys.readouterr().out
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert run(words(tmp_path)) == 0

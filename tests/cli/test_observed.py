@@ -74,7 +74,7 @@ def test_wrong_use_is_reported_without_a_traceback(seen: Path, capsys: pytest.Ca
         "model.name: is missing": ["audit", "--observed", "seen"],
         "--fail-above: has nothing to compare": [*UNNAMED, "--fail-above", "0.5"],
         "'unseen' are no data": ["audit", "mine.toml", "--set", "data.name=unseen"],
-        "holds none of the updates that were asked for": [*UNNAMED, "--set", "observed.rounds=[7]"],
+        "has none of the requested updates": [*UNNAMED, "--set", "observed.rounds=[7]"],
     }
     for message, words in wrong.items():
         assert run(words) == 2

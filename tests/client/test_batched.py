@@ -28,11 +28,11 @@ def looped(
     rows: list[tuple[Tensor, ...]] = []
     live = {name: value.detach().requires_grad_() for name, value in trained.items()}
     for v in range(batch.inputs.shape[0]):
-        own = {name: value[v] for name, value in noise.items()}
-        value = objective.value({**live, **frozen}, Batch(batch.inputs[v], batch.targets[v]), own)
-        found = torch.autograd.grad(value, list(live.values()), create_graph=True, allow_unused=True)
+        row = {name: value[v] for name, value in noise.items()}
+        value = objective.value({**live, **frozen}, Batch(batch.inputs[v], batch.targets[v]), row)
+        result = torch.autograd.grad(value, list(live.values()), create_graph=True, allow_unused=True)
         rows.append(
-            tuple(g if g is not None else torch.zeros_like(p) for g, p in zip(found, live.values(), strict=True))
+            tuple(g if g is not None else torch.zeros_like(p) for g, p in zip(result, live.values(), strict=True))
         )
     return dict(zip(live, (torch.stack(column) for column in zip(*rows, strict=True)), strict=True))
 
@@ -67,7 +67,7 @@ def assert_agrees(
     rest = {name: value for name, value in params.items() if name in frozen}
     objective, batch = Objective(model, loss), Batch(inputs, targets)
 
-    found = per_client_gradients(objective, trained, rest, batch, noise)
+    result = per_client_gradients(objective, trained, rest, batch, noise)
     expected = looped(objective, trained, rest, batch, noise)
     leaves = [inputs, *noise.values(), *([targets] if soft else [])]
     directions = {n: torch.randn(v.shape, generator=g, dtype=torch.float64) for n, v in expected.items()}
@@ -76,11 +76,11 @@ def assert_agrees(
         value = torch.stack([(gradients[n] * d).sum() for n, d in directions.items()]).sum()
         return torch.autograd.grad(value, leaves)
 
-    assert list(found) == list(expected)
+    assert list(result) == list(expected)
     size = max(float(value.detach().abs().max()) for value in expected.values())
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12 * max(1, size), msg=name)
-    for one, other in zip(derivative(found), derivative(expected), strict=True):
+        torch.testing.assert_close(result[name], value, rtol=0, atol=1e-12 * max(1, size), msg=name)
+    for one, other in zip(derivative(result), derivative(expected), strict=True):
         assert float(other.abs().max()) > 0
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10 * float(other.abs().max()))
     with torch.no_grad():
@@ -88,20 +88,20 @@ def assert_agrees(
 
 
 def small(name: str, **options: object) -> nn.Module:
-    kept = {key: value for key, value in SMALL.items() if key in MODELS[name].defaults}
+    selected = {key: value for key, value in SMALL.items() if key in MODELS[name].defaults}
     return build(
-        name, channels=3, size=32, classes=4, generator=torch.Generator().manual_seed(1), **{**kept, **options}
+        name, channels=3, size=32, classes=4, generator=torch.Generator().manual_seed(1), **{**selected, **options}
     )
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2)], ids=["one-image", "batch"])
-def test_every_model_agrees_with_the_loop(name: str, shape: tuple[int, int]) -> None:
+def test_per_client_gradients_of_every_model_equal_the_loop(name: str, shape: tuple[int, int]) -> None:
     assert_agrees(small(name).eval(), (*shape, 3, 32, 32))
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "norm" in MODELS[name].defaults])
-def test_every_model_with_group_norm_agrees_with_the_loop(name: str) -> None:
+def test_per_client_gradients_with_group_norm_equal_the_loop(name: str) -> None:
     if MODELS[name].defaults["norm"] == "group":
         assert_agrees(small(name, norm="none"), (2, 1, 3, 32, 32))
     else:
@@ -180,35 +180,35 @@ HAND_MADE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("case", HAND_MADE)
-def test_hand_made_models_agree_with_the_loop(case: str) -> None:
+def test_per_client_gradients_of_small_models_equal_the_loop(case: str) -> None:
     model, shape = HAND_MADE[case]
     assert_agrees(model(), shape)
 
 
-def test_own_convolutions_of_large_layers_agree_with_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_per_client_gradients_of_large_convolutions_equal_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradveil.gradients.convolution._OWN_FLOP", 0)
     monkeypatch.setattr("gradveil.gradients.convolution._OWN_POSITIONS", 0)
     assert_agrees(small("scheliga-cnn", norm="group"), (3, 2, 3, 32, 32))
 
 
-def test_dropout_soft_targets_and_frozen_parameters_agree_with_the_loop() -> None:
+def test_per_client_gradients_with_dropout_soft_targets_and_frozen_parameters_equal_the_loop() -> None:
     model = with_dropout(small("scheliga-cnn"), 0.25)
     assert_agrees(model, (2, 2, 3, 32, 32), soft=True, frozen=frozenset({"body.block0.conv.weight", "head.bias"}))
 
 
-def test_scalar_losses_agree_with_the_loop() -> None:
+def test_per_client_gradients_of_scalar_losses_equal_the_loop() -> None:
     assert_agrees(small("lenet-zhu"), (3, 2, 3, 32, 32), loss=nn.CrossEntropyLoss())
 
 
-def test_observations_need_no_graph(generator: torch.Generator) -> None:
+def test_per_client_gradients_without_grad_build_no_graph(generator: torch.Generator) -> None:
     model = small("lenet-zhu")
     params = {name: value.detach() for name, value in model.named_parameters()}
     batch = Batch(torch.randn((2, 1, 3, 32, 32), generator=generator), torch.tensor([[0], [1]]))
     with torch.no_grad():
-        found = per_client_gradients(Objective(model, cross_entropy), params, {}, batch, {})
-    assert not any(value.requires_grad for value in found.values())
+        result = per_client_gradients(Objective(model, cross_entropy), params, {}, batch, {})
+    assert not any(value.requires_grad for value in result.values())
     expected = reference_gradients(Objective(model, cross_entropy), params, {}, batch, {})
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(result, expected)
 
 
 class Augmented(nn.Module):
@@ -226,13 +226,13 @@ class Augmented(nn.Module):
         return self.head(torch.tanh(y))
 
 
-def test_augmented_assignments_agree_with_the_loop_and_need_no_graph(generator: torch.Generator) -> None:
+def test_per_client_gradients_with_augmented_assignments_equal_the_loop(generator: torch.Generator) -> None:
     model = Augmented()
     assert_agrees(model, (3, 2, 6))
     client = Client(model)
     inputs = torch.randn((4, 2, 6), generator=generator, dtype=torch.float64)
     batch = Batch(inputs, torch.randint(4, (4, 2), generator=generator))
-    found, _ = client.updates(client.params(), batch, {}, {})
+    result, _ = client.updates(client.params(), batch, {}, {})
     expected, _ = looped_updates(client, client.params(), batch, {}, {})
     assert client.pipeline.obstacle(client.params(), batch, {}) is None
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)

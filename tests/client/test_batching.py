@@ -46,7 +46,7 @@ def by_hand(defended: Client, batch_of, weights=None) -> dict[str, torch.Tensor]
     return {name: before[name] - value.detach() for name, value in params.items()}
 
 
-def test_mixup_mixes_every_batch_anew():
+def test_mixup_draws_new_mixtures_per_batch():
     defended, batch = client("mixup(0.7)"), examples()
     noise = defended.noise_spec(defended.params(), batch).sample(Key(3))
     c, partner = noise["batch.0.coefficient"], noise["batch.0.partner"]
@@ -66,7 +66,7 @@ def test_mixup_mixes_every_batch_anew():
 
 
 @pytest.mark.parametrize("text", ["instahide(k=3)", "ats", "ats + instahide(k=2)", "label-smoothing(0.2) + instahide"])
-def test_what_acts_on_all_examples_acts_anew_in_every_epoch(text: str):
+def test_batch_transform_of_all_examples_is_redrawn_per_epoch(text: str):
     defended, batch = client(text), examples()
     noise = defended.noise_spec(defended.params(), batch).sample(Key(3))
     signs = noise["batch.0.sign"] if "ats" in text or "instahide(" in text else noise["batch.1.sign"]
@@ -76,8 +76,8 @@ def test_what_acts_on_all_examples_acts_anew_in_every_epoch(text: str):
     for e in range(3):
         made = batch
         for i, transform in enumerate(defended.batch):
-            own = {name: value[e] for name, value in select(noise, f"batch.{i}").items()}
-            made = transform.apply(made, own, DOMAIN)
+            row = {name: value[e] for name, value in select(noise, f"batch.{i}").items()}
+            made = transform.apply(made, row, DOMAIN)
         hot = made.targets if made.targets.dim() == 2 else torch.eye(3, dtype=torch.float64)[made.targets]
         epochs.append(Batch(made.inputs, hot))
 
@@ -88,7 +88,7 @@ def test_what_acts_on_all_examples_acts_anew_in_every_epoch(text: str):
     torch.testing.assert_close(sent, by_hand(defended, batch_of))
 
 
-def test_under_poisson_sampling_all_examples_are_changed_and_those_drawn_count():
+def test_poisson_step_transforms_all_examples_and_counts_drawn_ones():
     defended, batch = client("instahide(k=2) + mixup(1)", sampling="poisson"), examples()
     noise = defended.noise_spec(defended.params(), batch).sample(Key(4))
     assert noise["batch.1.partner"].shape == (T, 1, N)
@@ -102,7 +102,7 @@ def test_under_poisson_sampling_all_examples_are_changed_and_those_drawn_count()
     torch.testing.assert_close(sent, by_hand(defended, batch_of, noise["inclusion"]))
 
 
-def test_noise_is_asked_for_when_its_epoch_comes():
+def test_batch_noise_is_drawn_lazily_per_epoch():
     defended, batch = client("instahide(k=3) + mixup(1)"), examples()
     params, noise = defended.params(), {}
     asked = []
@@ -122,18 +122,18 @@ def test_noise_is_asked_for_when_its_epoch_comes():
 
 
 @pytest.mark.parametrize("sampling", ["batches", "poisson"])
-def test_what_was_trained_on_is_every_example_as_it_was_the_first_time(sampling: str):
+def test_transformed_batch_has_each_examples_first_version(sampling: str):
     defended, batch = client("instahide(k=3)", sampling=sampling, steps=3), examples()
     noise = defended.noise_spec(defended.params(), batch).sample(Key(6))
     (hide,) = defended.batch
     epochs = [hide.apply(batch, {n: v[e] for n, v in select(noise, "batch.0").items()}, DOMAIN) for e in range(2)]
     order = noise[defended.local.order]
-    found = transformed_batch(defended, batch, noise)
+    result = transformed_batch(defended, batch, noise)
     kinds = set()
     for example in range(N):
         there = [t for t in range(3) if (order[t, example] > 0 if sampling == "poisson" else example in order[t])]
         expected = epochs[there[0] // 2].inputs if there else batch.inputs
         kinds.add(there[0] // 2 if there else None)
-        torch.testing.assert_close(found.inputs[example], expected[example])
-        assert float(found.targets[example].sum()) == pytest.approx(1)
+        torch.testing.assert_close(result.inputs[example], expected[example])
+        assert float(result.targets[example].sum()) == pytest.approx(1)
     assert len(kinds) > 1

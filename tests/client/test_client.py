@@ -25,7 +25,7 @@ def problems(call) -> list[str]:
 
 
 @pytest.mark.parametrize("text", ["none", "dp(clip=0.3)", "prune(0.5, feedback=true) + gaussian(0.1)"])
-def test_only_the_trainable_subset_is_sent(text: str):
+def test_client_sends_only_trainable_parameters(text: str):
     whole, part = (parse(text)(Client(Tiny(), trainable=patterns)) for patterns in (None, ("head.*", "block.0.bias")))
     params, batch, noise, state = draw(part)
     update, after = part.update(params, batch, noise, state)
@@ -38,7 +38,7 @@ def test_only_the_trainable_subset_is_sent(text: str):
 
 
 @pytest.mark.parametrize("optimiser", ["sgd", "adam"])
-def test_local_training_leaves_frozen_layers_alone(optimiser: str):
+def test_local_training_keeps_frozen_layers(optimiser: str):
     local = Local(2, 0.1, steps=3, optimiser=optimiser)
     client = Client(Tiny(), local=local, trainable=("head.*",))
     params, batch, noise, _ = draw(client)
@@ -53,20 +53,20 @@ def test_local_training_leaves_frozen_layers_alone(optimiser: str):
     torch.testing.assert_close(update, moved)
 
 
-def test_parameters_without_gradient_are_not_sent():
+def test_client_does_not_send_parameters_without_gradient():
     model = Tiny()
     model.block.requires_grad_(False)
     assert Client(model).trained() == [name for name, _ in Tiny().named_parameters() if not name.startswith("block")]
 
 
-def test_unknown_patterns_are_refused_together_with_the_known_names():
-    found = problems(Client(Tiny(), trainable=("head.*", "classifier.*", "fc")).trained)
-    assert len(found) == 2
-    assert "'classifier.*' matches no parameter" in found[0]
-    assert "head.weight" in found[0]
+def test_trainable_with_unknown_patterns_lists_the_parameters():
+    result = problems(Client(Tiny(), trainable=("head.*", "classifier.*", "fc")).trained)
+    assert len(result) == 2
+    assert "'classifier.*' matches no parameter" in result[0]
+    assert "head.weight" in result[0]
 
 
-def test_every_wrong_noise_tensor_is_named():
+def test_noise_check_names_every_wrong_tensor():
     client = parse("dropout + gaussian(0.1) + prune(0.5)")(Client(Tiny()))
     params, batch, noise, _ = draw(client)
     spec, optional = client.noise_spec(params, batch), client.intermediates(params)
@@ -75,17 +75,17 @@ def test_every_wrong_noise_tensor_is_named():
     missing, wrong = "send.noise.head.bias", "send.noise.head.weight"
     bad = {**noise, **mask, "send.noise.fc": torch.zeros(1), wrong: torch.zeros(2)}
     del bad[missing]
-    found = problems(lambda: spec.check(bad))
-    assert [text.split(":")[0] for text in found] == [
+    result = problems(lambda: spec.check(bad))
+    assert [text.split(":")[0] for text in result] == [
         f"noise.{name}" for name in (missing, wrong, "send.prune.mask.head.bias", "send.noise.fc")
     ]
-    assert "is missing" in found[0]
-    assert "expected (3, 16)" in found[1]
-    assert "is not an input of this client" in found[3]
+    assert "is missing" in result[0]
+    assert "expected (3, 16)" in result[1]
+    assert "is not an input of this client" in result[3]
 
 
 @pytest.mark.parametrize("text", ["dropout", "precode(k=4)", "cvb"])
-def test_missing_model_noise_is_refused(text: str):
+def test_update_without_model_noise_raises(text: str):
     """`strict=True`: a mask that was forgotten is an error, never a neutral mask."""
     client = parse(text)(Client(Tiny()))
     params, batch, noise, _ = draw(client)
@@ -95,7 +95,7 @@ def test_missing_model_noise_is_refused(text: str):
         client.update(params, batch, noise, {})
 
 
-def test_hidden_randomness_is_refused_by_vmap():
+def test_updates_with_hidden_randomness_raise():
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
     client = Client(model)
     batches = [draw_batch(Key(i)) for i in range(V)]
@@ -106,35 +106,35 @@ def test_hidden_randomness_is_refused_by_vmap():
         parse("dp")(client).update(*draw(parse("dp")(client)))
 
 
-def test_buffers_of_a_later_round_replace_the_models_own():
+def test_client_buffers_replace_those_of_the_model():
     model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 3)).double().eval()
     later = {"1.running_mean": torch.full((64,), 0.5).double(), "1.running_var": torch.full((64,), 4.0).double()}
     params, batch, _, _ = draw(Client(model))
     sent, _ = Client(model, buffers=later).update(params, batch, {}, {})
-    own, _ = Client(model).update(params, batch, {}, {})
+    update, _ = Client(model).update(params, batch, {}, {})
     with torch.no_grad():
         model[1].running_mean.fill_(0.5)
         model[1].running_var.fill_(4.0)
     expected, _ = Client(model).update(params, batch, {}, {})
     torch.testing.assert_close(sent, expected)
-    assert not torch.allclose(own["1.weight"], expected["1.weight"])
+    assert not torch.allclose(update["1.weight"], expected["1.weight"])
 
 
 @pytest.mark.parametrize("local", [None, Local(batch=2, lr=0.1, epochs=1)], ids=["gradient", "local training"])
-def test_a_module_with_two_names_keeps_its_own_tensors(local: Local | None):
+def test_shared_module_keeps_its_tensors(local: Local | None):
     """`torch.func.functional_call` leaves what it lent in such a module: the next round would start from there."""
     inner = nn.Linear(6, 6)
     model = nn.Sequential(inner, nn.Tanh(), inner, nn.Tanh(), nn.Linear(6, 3))
-    client, own = Client(model, local=local), inner.weight
+    client, update = Client(model, local=local), inner.weight
     batch = Batch(torch.arange(24.0).sin().reshape(4, 6), torch.tensor([0, 1, 2, 0]))
     before = {name: value.clone() for name, value in client.params().items()}
     noise = client.noise_spec(before, batch).sample(Key(0))
     client.update({name: 0.5 * value for name, value in before.items()}, batch, noise, {})
-    assert inner.weight is own
+    assert inner.weight is update
     torch.testing.assert_close(client.params(), before, rtol=0, atol=0)
 
 
-def test_a_naive_attackers_client_has_the_model_and_nothing_else():
+def test_undefended_client_has_only_the_model():
     client = parse("dp + dropout + prune(0.5)")(Client(Tiny(), local=Local(2, 0.1, steps=2)))
     naive = client.undefended_update()
     assert naive.model is client.model
@@ -142,7 +142,7 @@ def test_a_naive_attackers_client_has_the_model_and_nothing_else():
     assert (naive.step, naive.send, naive.batch) == (None, None, ())
 
 
-def test_first_state_is_zero_and_keeps_its_names():
+def test_init_state_is_zero_with_stable_names():
     client = parse("prune(0.5, feedback=true)")(Client(Tiny()))
     params, batch, noise, _ = draw(client)
     state = client.init(params)
@@ -151,9 +151,9 @@ def test_first_state_is_zero_and_keeps_its_names():
     assert client.update(params, batch, noise, state)[1].keys() == state.keys()
 
 
-def test_impossible_local_training_is_refused_all_at_once():
-    found = problems(lambda: Local(0, -1.0, steps=0, epochs=1, optimiser="lamb", momentum=1.0, weight_decay=-1.0))
-    assert [text.split(":")[0] for text in found] == [
+def test_local_with_invalid_settings_raises_every_problem():
+    result = problems(lambda: Local(0, -1.0, steps=0, epochs=1, optimiser="lamb", momentum=1.0, weight_decay=-1.0))
+    assert [text.split(":")[0] for text in result] == [
         "local.batch",
         "local.lr",
         "local.steps",
@@ -168,7 +168,7 @@ def test_impossible_local_training_is_refused_all_at_once():
     assert "is 8, the client has 4 examples" in problems(lambda: draw(client))[0]
 
 
-def test_cross_entropy_takes_numbers_and_probabilities():
+def test_cross_entropy_accepts_numbers_and_probabilities():
     outputs = torch.randn(5, 3, generator=Key(0).generator())
     targets = torch.tensor([0, 2, 1, 1, 0])
     expected = F.cross_entropy(outputs, targets, reduction="none")
@@ -177,7 +177,7 @@ def test_cross_entropy_takes_numbers_and_probabilities():
     torch.testing.assert_close(cross_entropy(outputs, soft), F.cross_entropy(outputs, soft, reduction="none"))
 
 
-def test_any_differentiable_loss_is_taken():
+def test_client_accepts_any_differentiable_loss():
     params, batch, _, _ = draw(Client(Tiny()))
     mean = Client(Tiny(), loss=F.cross_entropy).update(params, batch, {}, {})[0]
     each = Client(Tiny()).update(params, batch, {}, {})[0]
@@ -186,7 +186,7 @@ def test_any_differentiable_loss_is_taken():
     assert "returns torch.int64" in problems(lambda: counting.update(params, batch, {}, {}))[0]
 
 
-def test_every_member_of_a_sum_draws_an_order_of_its_own():
+def test_aggregation_group_members_draw_separate_orders():
     client = replace(Client(Tiny(), local=Local(2, 0.1, epochs=1)), members=3)
     inputs, targets = (torch.cat(parts) for parts in zip(*(draw_batch(Key(i)) for i in range(3)), strict=True))
     params, batch = client.params(), Batch(inputs, targets)
@@ -204,7 +204,7 @@ def test_every_member_of_a_sum_draws_an_order_of_its_own():
         torch.testing.assert_close(value, torch.stack([one[name] for one in each]).mean(0))
 
 
-def test_noise_that_is_made_step_by_step_gives_the_same_update():
+def test_lazy_noise_gives_the_same_update():
     model = nn.Sequential(nn.Flatten(), nn.Linear(8, 6), Dropout(0.5), nn.Linear(6, 3)).double()
     client = Client(model, local=Local(batch=2, lr=0.1, steps=3, momentum=0.9), step=Gaussian(0.1), send=Gaussian(0.01))
     batch = Batch(torch.randn(5, 2, 4, generator=Key(1).generator()).double(), torch.tensor([0, 1, 2, 0, 1]))
@@ -219,15 +219,15 @@ def test_noise_that_is_made_step_by_step_gives_the_same_update():
         asked.append(t)
         return steps[t]
 
-    ((found, _),) = client.pipeline(params, [Task(batch, LazyNoise(once, of_step, lambda e: {}), {})])
+    ((result, _),) = client.pipeline(params, [Task(batch, LazyNoise(once, of_step, lambda e: {}), {})])
     assert asked == [0, 1, 2]
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    assert all(torch.equal(result[name], whole[name]) for name in whole)
     ((other, _),) = client.pipeline(params, [Task(batch, LazyNoise(once, lambda t: steps[0], lambda e: {}), {})])
     assert not torch.equal(other["1.weight"], whole["1.weight"])
 
 
 @pytest.mark.parametrize(
-    ("layer", "batch", "told"),
+    ("layer", "batch", "problem"),
     [
         (nn.BatchNorm1d(8), {}, "BatchNorm1d in training mode"),
         (nn.Dropout(), {}, "draws its mask from the global generator"),
@@ -235,9 +235,9 @@ def test_noise_that_is_made_step_by_step_gives_the_same_update():
         (nn.Identity(), {"targets": torch.tensor([0, 1, 2, 0, 7])}, "class numbers beyond 2: 7"),
     ],
 )
-def test_what_torch_cannot_compute_is_explained(layer, batch, told):
+def test_client_explains_errors_of_torch(layer, batch, problem):
     """Who has not asked `gradveil check` meets its words here, and not those of torch."""
     whole = Batch(**{"inputs": torch.randn(5, 8), "targets": torch.tensor([0, 1, 2, 0, 1]), **batch})
     undone = Client(nn.Sequential(layer, nn.Linear(8, 3)), local=Local(batch=2, lr=0.1, epochs=1))
-    with pytest.raises(GradveilError, match=told), torch.no_grad():
+    with pytest.raises(GradveilError, match=problem), torch.no_grad():
         drawn_update(undone, undone.params(), whole, Key(0), {})

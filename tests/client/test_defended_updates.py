@@ -20,7 +20,7 @@ TARGET_CLIENTS = 3
     "text",
     ["dp(clip=0.3, sigma=0.5)", "clip-example(0.2)", "dp(clip=0.3) + dropout(0.5) + prune(0.4, feedback=true)", "dgp"],
 )
-def test_the_sweep_and_the_loop_send_the_same(text, examples):
+def test_defended_updates_equal_the_loop(text, examples):
     model = build("lenet-zhu", channels=1, size=16, classes=4, generator=Key(0).generator()).double()
     client: Client = parse(text)(Client(model), Key(1))
     params = client.params()

@@ -49,7 +49,7 @@ def client_of(text: str, dtype: torch.dtype, local: Local | None = None) -> tupl
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("local", LOCALS)
 @pytest.mark.parametrize("text", TEXTS)
-def test_every_defence_sends_numbers_of_the_models_dtype(text, local, dtype, tmp_path):
+def test_defended_update_has_the_models_dtype(text, local, dtype, tmp_path):
     client, batch = client_of(text, dtype, LOCALS[local])
     params, state = client.params(), client.init(client.params())
     for number in range(2):
@@ -86,7 +86,7 @@ def test_every_defence_sends_numbers_of_the_models_dtype(text, local, dtype, tmp
         "optimal-prune(0.5, of=example)",
     ],
 )
-def test_what_is_sent_is_what_single_precision_sends(text, scale, dtype):
+def test_defended_half_precision_update_is_near_single_precision(text, scale, dtype):
     """Whatever the size of the gradient: squares of small and of large halves are no halves.
 
     Signs take the place of normal numbers. Optimal noise goes to the entries with the smallest gradients, which halves
@@ -98,11 +98,11 @@ def test_what_is_sent_is_what_single_precision_sends(text, scale, dtype):
     noise = {name: value.sign() if ".normal." in name else value for name, value in spec.sample(Key(1)).items()}
     lengths: list[float] = []
     for kind in (dtype, torch.float64):
-        own = replace(client, model=Net().to(dtype).to(kind))
-        given = Batch(batch.inputs.to(kind), batch.targets)
+        copy = replace(client, model=Net().to(dtype).to(kind))
+        arguments = Batch(batch.inputs.to(kind), batch.targets)
         drawn = {name: value.to(torch.promote_types(kind, torch.float32)) for name, value in noise.items()}
-        params = own.params()
-        sent, _ = own.update(params, given, drawn, own.init(params))
+        params = copy.params()
+        sent, _ = copy.update(params, arguments, drawn, copy.init(params))
         lengths.append(float(norm({name: value.double() for name, value in sent.items()})))
     assert lengths[0] == pytest.approx(lengths[1], rel=0.05)
     assert lengths[1] > 0

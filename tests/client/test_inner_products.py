@@ -49,46 +49,46 @@ def experiment(target_clients=2, examples=2):
     inputs = torch.rand((target_clients, examples, *SHAPE), generator=g, dtype=torch.float64).requires_grad_()
     batch = Batch(inputs, torch.randint(10, (target_clients, examples), generator=g))
     params = {name: value.detach() for name, value in model.named_parameters()}
-    given = Objective(model, cross_entropy), params, {}, batch, {}
-    assert obstacle(*given) is None
-    gradients = per_client_gradients(*given)
+    arguments = Objective(model, cross_entropy), params, {}, batch, {}
+    assert obstacle(*arguments) is None
+    gradients = per_client_gradients(*arguments)
     noise = {n: torch.randn(v.shape, generator=g, dtype=torch.float64) for n, v in gradients.items()}
     size = {n: v.detach().square().mean().sqrt() for n, v in gradients.items()}
     targets = {n: v.detach() + size[n] * noise[n] for n, v in gradients.items()}
-    return given, gradients, targets
+    return arguments, gradients, targets
 
 
 @pytest.mark.parametrize(("target_clients", "examples"), [(1, 1), (3, 1), (2, 3)])
 @pytest.mark.parametrize("left_out", [(), ("once.weight", "first.bias")], ids=["whole", "part"])
-def test_factors_give_the_angle_and_its_slope(target_clients, examples, left_out):
-    given, gradients, targets = experiment(target_clients, examples)
+def test_per_client_cosines_equal_the_gradient_and_its_slope(target_clients, examples, left_out):
+    arguments, gradients, targets = experiment(target_clients, examples)
     targets = {n: v for n, v in targets.items() if n not in left_out}
-    assert shortens(*given)
-    found = per_client_cosines(*given, targets, squared_lengths(list(targets.values())))
+    assert shortens(*arguments)
+    result = per_client_cosines(*arguments, targets, squared_lengths(list(targets.values())))
     expected = cosine_distance([gradients[n] for n in targets], list(targets.values()))
     assert float(expected.detach().min()) > 0.05, "the angle is one that could be got wrong"
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-    slopes = [torch.autograd.grad(value.sum(), given[3].inputs)[0] for value in (found, expected)]
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=0)
+    slopes = [torch.autograd.grad(value.sum(), arguments[3].inputs)[0] for value in (result, expected)]
     torch.testing.assert_close(*slopes, rtol=0, atol=1e-11 * float(slopes[1].abs().max()))
 
 
 @pytest.mark.parametrize(("target_clients", "examples"), [(1, 1), (2, 2), (2, 7)])
-def test_factors_give_the_angle_of_what_a_mask_leaves(target_clients, examples):
+def test_per_client_cosines_with_a_mask_equal_the_gradient(target_clients, examples):
     """Seven examples at one position have too many pairs: their gradient is made."""
-    given, gradients, targets = experiment(target_clients, examples)
+    arguments, gradients, targets = experiment(target_clients, examples)
     g = torch.Generator().manual_seed(9)
     masks = {n: (torch.rand(v.shape, generator=g) < 0.3).double() for n, v in targets.items() if n != "covered.weight"}
     assert len(masks) == len(targets) - 1, "one parameter is whole"
-    found = per_client_cosines(*given, targets, squared_lengths(list(targets.values())), masks)
+    result = per_client_cosines(*arguments, targets, squared_lengths(list(targets.values())), masks)
     left = [v * masks[n] if n in masks else v for n, v in gradients.items()]
     expected = cosine_distance(left, list(targets.values()))
     assert float(expected.detach().min()) > 0.05, "the angle is one that could be got wrong"
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-    slopes = [torch.autograd.grad(value.sum(), given[3].inputs)[0] for value in (found, expected)]
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=0)
+    slopes = [torch.autograd.grad(value.sum(), arguments[3].inputs)[0] for value in (result, expected)]
     torch.testing.assert_close(*slopes, rtol=0, atol=1e-11 * float(slopes[1].abs().max()))
 
 
-def test_what_was_masked_once_is_known_until_it_is_written_to():
+def test_masked_target_is_cached_until_modified():
     left, right = torch.ones(1, 2, 1), torch.ones(1, 3, 1)
     target, mask = torch.ones(1, 2, 3), torch.zeros(1, 2, 3)
     assert float(products(left, right, target, mask).sum()) == 0
@@ -101,38 +101,38 @@ def test_what_was_masked_once_is_known_until_it_is_written_to():
     assert products(left, right, target, half).tolist() == [[6, 1.5]], "a mask need not be of zeros and ones"
 
 
-def test_no_gradient_of_a_large_layer_is_written():
-    given, gradients, targets = experiment()
+def test_per_client_cosines_write_no_gradient_of_a_large_layer():
+    arguments, gradients, targets = experiment()
     squares = squared_lengths(list(targets.values()))
-    per_client_cosines(*given, targets, squares)  # cuts the target
+    per_client_cosines(*arguments, targets, squares)  # cuts the target
     size = sum(value.numel() * value.element_size() for value in gradients.values())
     twice = 2 * sum(gradients[n].numel() * 8 for n in gradients if n.startswith("twice"))
     with torch.no_grad():
-        assert written_bytes(lambda: per_client_cosines(*given, targets, squares)) < 0.5 * size + twice
-    given, gradients, targets = experiment(examples=1)
+        assert written_bytes(lambda: per_client_cosines(*arguments, targets, squares)) < 0.5 * size + twice
+    arguments, gradients, targets = experiment(examples=1)
     masks = {n: torch.ones_like(v) for n, v in targets.items()}
-    per_client_cosines(*given, targets, squares, masks)  # cuts and masks
+    per_client_cosines(*arguments, targets, squares, masks)  # cuts and masks
     with torch.no_grad():
-        assert written_bytes(lambda: per_client_cosines(*given, targets, squares, masks)) < 0.5 * size + 2 * twice
+        assert written_bytes(lambda: per_client_cosines(*arguments, targets, squares, masks)) < 0.5 * size + 2 * twice
 
 
-def test_nothing_observed_is_a_right_angle_without_a_slope():
-    given, _, targets = experiment()
+def test_per_client_cosines_of_a_zero_target_have_no_slope():
+    arguments, _, targets = experiment()
     silent = {n: v * torch.tensor([0.0, 1.0]).view(-1, *[1] * (v.dim() - 1)) for n, v in targets.items()}
-    found = per_client_cosines(*given, silent, squared_lengths(list(silent.values())))
-    (slope,) = torch.autograd.grad(found.sum(), given[3].inputs)
-    assert float(found[0].detach()) == 1
+    result = per_client_cosines(*arguments, silent, squared_lengths(list(silent.values())))
+    (slope,) = torch.autograd.grad(result.sum(), arguments[3].inputs)
+    assert float(result[0].detach()) == 1
     assert float(slope[0].abs().max()) == 0
     assert float(slope[1].abs().max()) > 0
 
 
-def test_a_short_way_is_for_large_layers_with_few_positions():
+def test_shortcut_needs_large_layers_with_few_positions():
     assert shorter(512, 512, 1)
     assert not shorter(255, 257, 1), "a small layer stays in the cache"
     assert not shorter(512, 512, 100), "many positions cost more than the gradient"
 
 
-def test_a_target_that_was_written_to_is_cut_again():
+def test_modified_target_is_split_again():
     target = torch.zeros(1, 2, 3, 3, 3)
     middle = slice(1, 2), slice(1, 2)
     assert float(cut(target, *middle).sum()) == 0
@@ -174,22 +174,22 @@ def judged(model, shape, target_clients=2, dtype=torch.float64, far=1.0, classes
     ), expected
 
 
-def test_a_kernel_may_be_a_view_of_its_parameter():
-    found, expected = judged(Viewed(), (64, 3, 3))
-    assert found is not None
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+def test_per_client_cosines_accept_a_kernel_that_is_a_view():
+    result, expected = judged(Viewed(), (64, 3, 3))
+    assert result is not None
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=0)
 
 
-def test_half_precision_has_no_digits_to_go_around_with():
+def test_shortcut_is_not_used_in_half_precision():
     layers = nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 4)
     assert judged(nn.Sequential(*layers), (300,), dtype=torch.float32)[0] is not None
     assert judged(nn.Sequential(*layers), (300,), dtype=torch.bfloat16)[0] is None
 
 
-def test_rounding_does_not_say_that_the_truth_is_found():
-    found, _ = judged(nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 4)), (300,), 16, torch.float32, far=0.0)
-    assert found is not None
-    assert 0 < float(found.detach().min()) <= float(found.detach().max()) < 1e-6
+def test_per_client_cosines_of_rounding_are_not_zero():
+    result, _ = judged(nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 4)), (300,), 16, torch.float32, far=0.0)
+    assert result is not None
+    assert 0 < float(result.detach().min()) <= float(result.detach().max()) < 1e-6
 
 
 class Hidden(torch.autograd.Function):
@@ -225,13 +225,13 @@ class Opaque(nn.Linear):
     ],
     ids=["plain", "batch statistics", "groups"],
 )
-def test_one_target_client_goes_around_only_where_many_could(first, shape):
+def test_shortcut_of_one_target_client_needs_that_of_many(first, shape):
     """His gradients come by plain double backward, for models that the sweep for many refuses, too."""
-    found, _ = judged(nn.Sequential(first, nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 4)), shape, target_clients=1)
-    assert (found is not None) == isinstance(first, nn.Identity)
+    result, _ = judged(nn.Sequential(first, nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 4)), shape, target_clients=1)
+    assert (result is not None) == isinstance(first, nn.Identity)
 
 
-def test_one_target_client_does_not_go_around_what_the_sweep_gets_wrong():
+def test_shortcut_is_not_used_if_batched_gradients_are_wrong():
     assert judged(nn.Sequential(Opaque(300, 300), nn.Tanh(), nn.Linear(300, 4)), (300,), target_clients=1)[0] is None
 
 
@@ -242,7 +242,7 @@ GEOMETRIES = [
 ]
 
 
-def test_the_part_of_a_kernel_that_meets_the_image_is_all_that_counts():
+def test_shortcut_counts_only_the_kernel_within_the_image():
     g = torch.Generator().manual_seed(0)
     met = 0
     for geometry, high in GEOMETRIES:

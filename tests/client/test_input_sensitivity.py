@@ -33,7 +33,7 @@ def normal(*shape: int, key: str, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, generator=Key(0, (key,)).generator(), dtype=dtype)
 
 
-def given(client: Client, batch: Batch, noise=None):
+def arguments_of(client: Client, batch: Batch, noise=None):
     """What both ways take, with a direction and a factor for each example."""
     inner = select(noise or {}, "model")
     probe = normal(*batch.inputs.shape, key="probe", dtype=batch.inputs.dtype)
@@ -42,17 +42,17 @@ def given(client: Client, batch: Batch, noise=None):
 
 
 @pytest.mark.parametrize("loss", [None, Linear()])
-def test_the_sum_is_that_of_each_examples_own_jacobian(loss):
+def test_squared_row_norms_sum_over_examples(loss):
     client = Client(Tiny()) if loss is None else Client(Tiny(), loss=loss)
     batch = draw_batch(Key(1))
-    *rest, probe, factor = given(client, batch)
+    *rest, probe, factor = arguments_of(client, batch)
     expected = 0.0
     for b in range(B):
 
-        def own(x: Tensor, b: int = b) -> tuple[Tensor, ...]:
+        def update_of(x: Tensor, b: int = b) -> tuple[Tensor, ...]:
             return tuple(client.update(client.params(), Batch(x, batch.targets[b : b + 1]), {}, {})[0].values())
 
-        _, moved = torch.autograd.functional.jvp(own, batch.inputs[b : b + 1], probe[b : b + 1])
+        _, moved = torch.autograd.functional.jvp(update_of, batch.inputs[b : b + 1], probe[b : b + 1])
         expected = expected + factor[b] * torch.cat([value.flatten() for value in moved]).square()
     torch.testing.assert_close(flat(input_sensitivity.reference(*rest, probe, factor)), expected)
     torch.testing.assert_close(flat(input_sensitivity._swept(*rest, probe, factor)), expected)
@@ -68,20 +68,20 @@ def test_the_sum_is_that_of_each_examples_own_jacobian(loss):
         ("scheliga-cnn", "dropout(0.3)"),
     ],
 )
-def test_the_sweep_is_the_reference_on_models_of_the_studies(model: str, text: str):
+def test_swept_row_norms_equal_the_reference(model: str, text: str):
     """PRECODE adds its own loss and noise; none of these falls back."""
     net = build(model, channels=3, size=32, classes=10, generator=Key(0).generator())
     client = parse(text)(Client(net))
     batch = Batch(normal(6, 3, 32, 32, key="x", dtype=torch.float32), torch.arange(6))
     noise = client.noise_spec(client.params(), batch).sample(Key(2))
-    arguments = given(client, batch, noise)
-    found, expected = input_sensitivity._swept(*arguments), input_sensitivity.reference(*arguments)
+    arguments = arguments_of(client, batch, noise)
+    result, expected = input_sensitivity._swept(*arguments), input_sensitivity.reference(*arguments)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-6 * float(value.max()) + 1e-30)
+        torch.testing.assert_close(result[name], value, rtol=1e-3, atol=1e-6 * float(value.max()) + 1e-30)
     assert input_sensitivity._serves(*arguments)
 
 
-def test_a_model_that_the_sweep_does_not_fit_is_computed_by_the_reference():
+def test_unsuitable_model_uses_the_reference():
     class Twice(nn.Module):
         """Its layer is used twice, so that derivatives add up before they are squared."""
 
@@ -93,21 +93,21 @@ def test_a_model_that_the_sweep_does_not_fit_is_computed_by_the_reference():
             return self.head(torch.tanh(self.layer(torch.tanh(self.layer(x.flatten(1))))))
 
     client, batch = Client(Twice()), draw_batch(Key(1))
-    arguments = given(client, batch)
+    arguments = arguments_of(client, batch)
     assert not input_sensitivity._serves(*arguments)
-    found = input_sensitivity.example_squared_row_norms(*arguments[:-2], arguments[-2], torch.tensor(0.5).double())
-    assert bool((flat(found) > 0).any())
+    result = input_sensitivity.example_squared_row_norms(*arguments[:-2], arguments[-2], torch.tensor(0.5).double())
+    assert bool((flat(result) > 0).any())
 
 
-def test_the_estimate_is_unbiased_and_narrower_than_that_of_whole_batches():
+def test_row_norm_estimate_is_unbiased_and_narrower_per_example():
     """Its variance is that of as many draws as directions, or more where one direction of the batch has one."""
     client, batch = Client(Tiny()), draw_batch(Key(1))
 
-    def gradient(own: Batch):
-        return client.update(client.params(), own, {}, {})[0]
+    def gradient(examples: Batch):
+        return client.update(client.params(), examples, {}, {})[0]
 
     exact = flat(exact_squared_row_norms(gradient, batch))
-    arguments = given(client, batch)[:-2]
+    arguments = arguments_of(client, batch)[:-2]
     rows = []
     for number in range(600):
         key = Key(number, ("cell",))
@@ -121,7 +121,7 @@ def test_the_estimate_is_unbiased_and_narrower_than_that_of_whole_batches():
     assert float(ratios.var(0).mean()) < 0.6
 
 
-def test_examples_that_a_model_is_sure_of_get_few_directions():
+def test_confident_examples_get_few_directions():
     client = Client(Tiny())
     outputs = torch.tensor([[20.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 20.0, 0.0]]).double()
     share = input_sensitivity.shares(client.objective, outputs, torch.tensor([0, 0, 0]))
@@ -131,7 +131,7 @@ def test_examples_that_a_model_is_sure_of_get_few_directions():
     torch.testing.assert_close(same, torch.full((4,), 0.25).double())
 
 
-def test_known_outputs_save_the_forward_pass_and_change_nothing():
+def test_known_outputs_save_a_forward_pass():
     calls = []
 
     class Counting(Tiny):

@@ -47,16 +47,16 @@ class Clamped(nn.Module):
 @pytest.mark.parametrize(
     "where", ["the output", "a view of it", "by an argument", "by an argument, between layers", "read again"]
 )
-def test_overwriting_a_recorded_tensor_is_never_silently_wrong(where: str, generator: torch.Generator) -> None:
+def test_in_place_change_of_a_recorded_tensor_is_never_silent(where: str, generator: torch.Generator) -> None:
     model = Clamped(where).double()
     client = Client(model)
     inputs = torch.randn((3, 2, 6), generator=generator, dtype=torch.float64)
     targets = torch.randint(4, (3, 2), generator=generator)
     for size in (0.01, 100.0):  # the first call is the one that is compared
         batch = Batch((size * inputs).requires_grad_(), targets)
-        found, _ = client.updates(client.params(), batch, {}, {})
+        result, _ = client.updates(client.params(), batch, {}, {})
         expected, _ = looped_updates(client, client.params(), batch, {}, {})
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12 * size)
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-12 * size)
     assert client.pipeline.obstacle(client.params(), batch, {}) is not None
 
 
@@ -65,20 +65,18 @@ def test_overwriting_a_recorded_tensor_is_never_silently_wrong(where: str, gener
     [nn.CrossEntropyLoss(weight=torch.arange(1.0, 5.0).double()), nn.CrossEntropyLoss(ignore_index=0)],
     ids=["weighted", "ignored class"],
 )
-def test_a_loss_that_divides_by_the_labels_of_all_target_clients_is_seen_though_the_first_labels_are_alike(
-    loss: nn.Module, generator: torch.Generator
-) -> None:
+def test_obstacle_of_a_loss_across_target_clients_is_found(loss: nn.Module, generator: torch.Generator) -> None:
     client = Client(nn.Linear(6, 4).double(), loss)
     inputs = torch.randn((4, 2, 6), generator=generator, dtype=torch.float64)
     for targets in (torch.ones(4, 2, dtype=torch.long), torch.tensor([[1, 1], [0, 2], [3, 3], [1, 2]])):
-        found, _ = client.updates(client.params(), Batch(inputs, targets), {}, {})
+        result, _ = client.updates(client.params(), Batch(inputs, targets), {}, {})
         expected, _ = looped_updates(client, client.params(), Batch(inputs, targets), {}, {})
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
     assert "mixes" in (client.pipeline.obstacle(client.params(), Batch(inputs, targets), {}) or "")
 
 
 @pytest.mark.parametrize("first", [float("nan"), 3e38, 0.0])
-def test_what_is_found_depends_neither_on_the_weights_nor_on_the_examples_of_the_first_call(first: float) -> None:
+def test_obstacle_depends_on_neither_weights_nor_examples(first: float) -> None:
     """Where nothing is finite, or all is zero, a mean weighted by class looks as if it came apart by target client."""
     client = Client(nn.Linear(6, 4), nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1e3, 1.0, 1.0])))
     batch = Batch(torch.full((4, 2, 6), first), torch.tensor([[0, 0], [0, 1], [0, 0], [0, 0]]))
@@ -89,7 +87,7 @@ def test_what_is_found_depends_neither_on_the_weights_nor_on_the_examples_of_the
     assert plain.pipeline.obstacle(poisoned, batch, {}) is None
 
 
-def test_a_trial_that_is_not_finite_is_an_obstacle() -> None:
+def test_obstacle_of_nonfinite_gradients_is_found() -> None:
     client = Client(nn.Linear(6, 4), lambda outputs, targets: (outputs - outputs).sum() / 0)
     batch = Batch(torch.rand(3, 2, 6), torch.zeros(3, 2, dtype=torch.long))
     assert "not finite" in (client.pipeline.obstacle(client.params(), batch, {}) or "")
@@ -123,7 +121,7 @@ REFUSED: dict[str, tuple[nn.Module, Callable[[Tensor, Tensor], Tensor], str]] = 
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_obstacles_are_named_and_the_client_falls_back(case: str, generator: torch.Generator) -> None:
+def test_updates_with_an_obstacle_fall_back_to_the_loop(case: str, generator: torch.Generator) -> None:
     model, loss, reason = REFUSED[case]
     model = model.double()
     client = Client(model, loss)
@@ -132,12 +130,12 @@ def test_obstacles_are_named_and_the_client_falls_back(case: str, generator: tor
         torch.randn((3, 2, 6), generator=generator, dtype=torch.float64), torch.randint(4, (3, 2), generator=generator)
     )
     assert reason in (client.pipeline.obstacle(params, batch, {}) or "")
-    found, _ = client.updates(params, batch, {}, {})
+    result, _ = client.updates(params, batch, {}, {})
     expected, _ = looped_updates(client, params, batch, {}, {})
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
 
 
-def test_parameters_that_are_to_be_differentiated_are_an_obstacle(generator: torch.Generator) -> None:
+def test_parameters_with_grad_are_an_obstacle(generator: torch.Generator) -> None:
     client = Client(nn.Linear(6, 4))
     params = {name: value.requires_grad_() for name, value in client.params().items()}
     batch = Batch(torch.randn((3, 2, 6), generator=generator), torch.randint(4, (3, 2), generator=generator))
@@ -146,7 +144,7 @@ def test_parameters_that_are_to_be_differentiated_are_an_obstacle(generator: tor
     assert sent["weight"].requires_grad
 
 
-def test_hidden_randomness_and_missing_noise_are_refused(generator: torch.Generator) -> None:
+def test_per_client_gradients_with_hidden_randomness_raise(generator: torch.Generator) -> None:
     batch = Batch(torch.randn((3, 2, 6), generator=generator), torch.randint(4, (3, 2), generator=generator))
     hidden = Client(nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5)))
     with pytest.raises(RuntimeError, match="randomness"):
@@ -162,7 +160,7 @@ def test_hidden_randomness_and_missing_noise_are_refused(generator: torch.Genera
         missing.updates(missing.params(), batch, {}, {})
 
 
-def test_unsupported_uses_name_the_parameter(generator: torch.Generator) -> None:
+def test_unsupported_use_names_the_parameter(generator: torch.Generator) -> None:
     model = nn.Bilinear(6, 6, 4)
     with pytest.raises(Unsupported, match=r"'inner\.weight' goes into bilinear"):
         per_client_gradients(
@@ -190,7 +188,7 @@ class Single(nn.Module):
         return F.linear(x, torch.ones(4, 12))
 
 
-def test_rounding_is_no_obstacle_but_mixing_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_obstacle_is_mixing_but_not_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """On which side of a kink a float32 value falls, rounding may decide: float64 has the last word."""
     monkeypatch.setitem(per_client._RELATIVE_ERROR, torch.float32, -1.0)
     g = torch.Generator().manual_seed(0)
@@ -203,6 +201,6 @@ def test_rounding_is_no_obstacle_but_mixing_is(monkeypatch: pytest.MonkeyPatch) 
     ):
         model = nn.Sequential(head, *layers)
         params = {name: value.detach() for name, value in model.named_parameters()}
-        given = Objective(model, cross_entropy), params, {}, batch, {}
-        assert per_client._difference(*given) is not None, "float32 alone would object"
-        assert (obstacle(*given) is None) == fine
+        arguments = Objective(model, cross_entropy), params, {}, batch, {}
+        assert per_client._difference(*arguments) is not None, "float32 alone would object"
+        assert (obstacle(*arguments) is None) == fine

@@ -33,7 +33,7 @@ def one_step(text: str) -> Client:
     return parse(text)(replace(POISSON, local=Local(batch=2, lr=1.0, steps=1, sampling="poisson")))
 
 
-def test_a_noisy_step_is_that_of_a_naive_loop():
+def test_poisson_step_equals_a_naive_loop():
     """The sum over who is in the step, of clipped gradients, and the noise, are divided by the expected number."""
     client = one_step("dp(clip=0.3, sigma=0.5)")
     params, batch, noise, state = draw(client)
@@ -41,9 +41,9 @@ def test_a_noisy_step_is_that_of_a_naive_loop():
     sent, _ = client.update(params, batch, noise, state)
     plain, total = Client(Tiny()), tmap(torch.zeros_like, params)
     for i in (0, 2, 3):
-        own, _ = plain.update(params, Batch(batch.inputs[i : i + 1], batch.targets[i : i + 1]), {}, {})
-        factor = min(1.0, 0.3 / float(norm(own)))
-        total = {name: value + factor * own[name] for name, value in total.items()}
+        update, _ = plain.update(params, Batch(batch.inputs[i : i + 1], batch.targets[i : i + 1]), {}, {})
+        factor = min(1.0, 0.3 / float(norm(update)))
+        total = {name: value + factor * update[name] for name, value in total.items()}
     expected = {name: (value + 0.5 * 0.3 * noise[f"step.noise.{name}"][0]) / 2 for name, value in total.items()}
     torch.testing.assert_close(sent, expected)
 
@@ -52,7 +52,7 @@ def test_a_noisy_step_is_that_of_a_naive_loop():
 @pytest.mark.parametrize(
     "text", ["none", "prune(0.5, feedback=true)", "dp(clip=0.3, sigma=0.5)", "soteria", "outpost", "keylock(width=4)"]
 )
-def test_an_example_that_is_not_drawn_does_not_spoil_a_step(text: str, absurd: float):
+def test_poisson_step_ignores_examples_not_drawn(text: str, absurd: float):
     client = parse(text)(replace(POISSON, local=Local(batch=2, lr=0.1, steps=2, sampling="poisson")))
     params, batch, noise, state = draw(client)
     noise["inclusion"] = torch.tensor([[1.0, 0.0, 1.0, 1.0], [1.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
@@ -65,7 +65,7 @@ def test_an_example_that_is_not_drawn_does_not_spoil_a_step(text: str, absurd: f
     torch.testing.assert_close(both, stack([wanted]))
 
 
-def test_nobody_may_be_in_a_step():
+def test_poisson_step_may_be_empty():
     client = one_step("dp(clip=0.3, sigma=0.5)")
     params, batch, noise, state = draw(client)
     noise["inclusion"] = torch.zeros_like(noise["inclusion"])
@@ -73,7 +73,7 @@ def test_nobody_may_be_in_a_step():
     torch.testing.assert_close(sent, {name: 0.15 * noise[f"step.noise.{name}"][0] / 2 for name in sent})
 
 
-def test_the_mean_over_the_draws_is_the_mean_gradient_and_the_neutral_value_gives_it():
+def test_poisson_mean_over_draws_is_the_neutral_gradient():
     client, plain = one_step("none"), Client(Tiny())
     params, batch, _, _ = draw(client)
     spec = client.noise_spec(params, batch)
@@ -88,7 +88,7 @@ def test_the_mean_over_the_draws_is_the_mean_gradient_and_the_neutral_value_give
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_laws_hold(text: str):
+def test_poisson_client_obeys_the_laws(text: str):
     """The same noise gives the same bits, batched equals looped, and full knowledge replays what was sent."""
     client, believed = parse(text)(POISSON), parse(text)(POISSON)
     rows = [draw(client, number) for number in range(V)]
@@ -97,20 +97,22 @@ def test_laws_hold(text: str):
     batch = Batch(torch.stack([row[1].inputs for row in rows]), torch.stack([row[1].targets for row in rows]))
     both = client.updates(rows[0][0], batch, stack([row[2] for row in rows]), stack([row[3] for row in rows]))[0]
     torch.testing.assert_close(both, looped, rtol=1e-12, atol=1e-12)
-    params, own, noise, state = rows[0]
+    params, update, noise, state = rows[0]
     other = {**noise, "inclusion": 1 - noise["inclusion"]}
     assert (
-        squared_norm(tmap(torch.sub, client.update(params, own, other, state)[0], {n: v[0] for n, v in looped.items()}))
+        squared_norm(
+            tmap(torch.sub, client.update(params, update, other, state)[0], {n: v[0] for n, v in looped.items()})
+        )
         > 0
     )
 
 
-def test_attackers_are_told_who_was_in_a_step_or_take_the_mean():
+def test_poisson_attack_knows_the_draws_or_uses_the_mean():
     assert make_attack("ig(order=told)").knowledge["inclusion"] == Known()
     assert "inclusion" not in make_attack("ig").knowledge
 
 
-def test_the_clip_and_the_noise_are_those_of_the_accounting():
+def test_poisson_clip_and_noise_match_the_accounting():
     client = parse("dp(clip=2, sigma=0.7)")(POISSON)
     (mechanism,) = examine(client, draw_batch(Key(0))).mechanisms
     assert (mechanism.multiplier, mechanism.sums, mechanism.bound) == pytest.approx((0.7, T, 1.0))
@@ -118,7 +120,7 @@ def test_the_clip_and_the_noise_are_those_of_the_accounting():
 
 
 @pytest.mark.parametrize(
-    ("sampling", "training", "place"),
+    ("sampling", "training", "position"),
     [
         ("poisson", Participation(T, rate=0.5, sampling="poisson"), None),
         ("poisson", Participation(T, rate=0.25, sampling="poisson"), "privacy.rate"),
@@ -129,13 +131,13 @@ def test_the_clip_and_the_noise_are_those_of_the_accounting():
         ("poisson", Participation(T, rate=1.0, sampling="shuffled"), None),
     ],
 )
-def test_a_sampling_that_is_not_the_clients_is_warned_of(sampling, training, place):
+def test_suspicions_warn_of_a_different_sampling(sampling, training, position):
     client = parse("dp(clip=2, sigma=9)")(replace(POISSON, local=replace(POISSON.local, sampling=sampling)))
-    found = [problem.where for problem in suspicions(client, draw_batch(Key(0)), training)]
-    assert found == ([place] if place else [])
+    result = [problem.where for problem in suspicions(client, draw_batch(Key(0)), training)]
+    assert result == ([position] if position else [])
 
 
-def test_another_sampling_is_refused():
+def test_local_with_unknown_sampling_raises():
     with pytest.raises(GradveilError, match=r"local\.sampling"):
         Local(batch=2, lr=0.1, steps=1, sampling="fixed")
     with pytest.raises(GradveilError, match=r"local\.batch"):

@@ -35,7 +35,7 @@ def same(a, b) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", KEEPING)
-def test_the_round_after_a_bad_one_is_as_if_that_had_not_been(text: str, kind: str, tmp_path):
+def test_rollback_makes_a_bad_round_have_no_effect(text: str, kind: str, tmp_path):
     client = parse(text)(CLIENTS[kind])
     params, batch, noise, state = draw(client)
     with torch.no_grad():
@@ -53,18 +53,18 @@ def test_the_round_after_a_bad_one_is_as_if_that_had_not_been(text: str, kind: s
 
 
 @pytest.mark.parametrize("text", ["standin", "dgp(feedback=true)", "dgc(keep=0.1, warmup=3)", "keylock + standin"])
-def test_each_client_of_a_batch_by_itself(text: str):
+def test_rollback_treats_clients_separately(text: str):
     for client in (parse(text)(CLIENTS["gradient"]), replace(parse(text)(CLIENTS["sgd"]), members=2)):
         params, batch, noise, state = draw(client)
         rows = [Batch(batch.inputs, batch.targets), spoilt(batch)]
-        own, drawn, states = (
+        examples, drawn, states = (
             Batch(*(torch.stack(v) for v in zip(*rows, strict=True))),
             stack([noise] * 2),
             stack([state] * 2),
         )
         for way in (client.updates, partial(looped_updates, client)):
             with torch.no_grad():
-                _, after = way(params, own, drawn, states)
+                _, after = way(params, examples, drawn, states)
             same(tmap(lambda value: value[1], after), state)
             torch.testing.assert_close(
                 tmap(lambda value: value[0], after), client.update(params, batch, noise, state)[1]
@@ -72,7 +72,7 @@ def test_each_client_of_a_batch_by_itself(text: str):
             assert any(not torch.equal(after[name][0], value) for name, value in state.items())
 
 
-def test_an_attackers_derivative_of_a_sound_round_is_untouched():
+def test_rollback_keeps_the_derivative_of_a_good_round():
     client = parse("standin(optimiser=adagrad)")(CLIENTS["gradient"])
     params, batch, noise, state = draw(client)
     inputs = batch.inputs.clone().requires_grad_()
@@ -83,7 +83,7 @@ def test_an_attackers_derivative_of_a_sound_round_is_untouched():
     assert bool(slope.any())
 
 
-def test_a_state_that_overflows_behind_a_finite_update_stays_too():
+def test_rollback_includes_a_state_that_overflows():
     """The quotient g / sqrt(g^2) is zero where g^2 overflows; v would be infinite, all that is sent later zero."""
     client = Client(Tiny().float(), send=Defence("own", send=chain(standin=StandIn("adagrad"))).send)
     batch = Batch(draw_batch(Key(1)).inputs.float(), draw_batch(Key(1)).targets)
@@ -96,7 +96,7 @@ def test_a_state_that_overflows_behind_a_finite_update_stays_too():
 
 
 @pytest.mark.parametrize("text", ["standin", "keylock + dgp(feedback=true)"])
-def test_where_noise_is_drawn_as_it_comes(text: str):
+def test_rollback_works_with_lazy_noise(text: str):
     client = parse(text)(replace(CLIENTS["sgd"], local=Local(batch=2, lr=0.3, epochs=1)))
     params, batch, _, state = draw(client)
     with torch.no_grad():

@@ -26,7 +26,7 @@ def written(tmp_path):
 
 
 @pytest.mark.parametrize("text", KEEPING)
-def test_a_client_goes_on_where_it_stopped(text: str, tmp_path):
+def test_saved_state_continues_the_client(text: str, tmp_path):
     client = parse(text)(CLIENTS["gradient"])
     params, batch, noise, state = draw(client)
     save_state(tmp_path / "state.safetensors", client, state)
@@ -38,30 +38,30 @@ def test_a_client_goes_on_where_it_stopped(text: str, tmp_path):
         torch.testing.assert_close(part, expected, rtol=0, atol=0)
 
 
-def test_only_its_owner_may_read_it(written):
+def test_saved_state_is_private(written):
     assert stat.S_IMODE(written[2].stat().st_mode) == 0o600
     assert [file.name for file in written[2].parent.iterdir()] == ["state.safetensors"]
 
 
-def test_state_of_another_defence_is_refused_with_both(written):
+def test_load_state_of_another_defence_raises_with_both(written):
     other = parse("dgp(top=0.1, feedback=true) + standin")(CLIENTS["gradient"])
     with pytest.raises(GradveilError, match=r"another defence: send is .*top=0\.05.* there, .*top=0\.1.* here"):
         load_state(written[2], other)
 
 
-def test_state_of_another_model_is_refused_with_both(written):
+def test_load_state_of_another_model_raises_with_both(written):
     model = torch.nn.Sequential(torch.nn.Linear(2, 3)).double()
-    with pytest.raises(GradveilError) as told:
+    with pytest.raises(GradveilError) as problem:
         load_state(written[2], parse("none")(Client(model)))
-    said = str(told.value)
-    assert "another model: of 6 parameters there and 2 here 8 parameters differ" in said
-    assert "another model: of 9 modules there and 2 here 10 modules differ" in said
-    assert "'block.0.weight': float64 [3, 1, 3, 3] there, none here" in said
-    assert "another defence: send is Chain" in said
+    message = str(problem.value)
+    assert "another model: of 6 parameters there and 2 here 8 parameters differ" in message
+    assert "another model: of 9 modules there and 2 here 10 modules differ" in message
+    assert "'block.0.weight': float64 [3, 1, 3, 3] there, none here" in message
+    assert "another defence: send is Chain" in message
 
 
 @pytest.mark.parametrize(
-    ("text", "other", "said"),
+    ("text", "other", "message"),
     [
         (
             "dropout(0.5) + dgp(feedback=true)",
@@ -75,32 +75,32 @@ def test_state_of_another_model_is_refused_with_both(written):
         ("dp(1, 1) + standin", "dp(1, 2) + standin", r"step is .*std=1,.* there, .*std=2,.* here"),
     ],
 )
-def test_every_slot_of_the_client_counts(text: str, other: str, said: str, tmp_path):
+def test_load_state_compares_every_slot(text: str, other: str, message: str, tmp_path):
     client = parse(text)(CLIENTS["gradient"])
     save_state(tmp_path / "state", client, draw(client)[-1])
-    with pytest.raises(GradveilError, match=said):
+    with pytest.raises(GradveilError, match=message):
         load_state(tmp_path / "state", parse(other)(CLIENTS["gradient"]))
     load_state(tmp_path / "state", parse(text)(CLIENTS["gradient"]))
 
 
-def test_how_a_number_is_written_does_not_count(tmp_path):
+def test_load_state_ignores_the_notation_of_numbers(tmp_path):
     client, again = (parse(text)(CLIENTS["gradient"]) for text in ("dp(1, 1) + standin", "dp(1.0, 1.00) + standin"))
     *_, state = draw(client)
     save_state(tmp_path / "state", client, state)
     assert load_state(tmp_path / "state", again).keys() == state.keys()
 
 
-def test_a_gradients_moments_are_not_those_of_local_steps(tmp_path):
+def test_load_state_of_other_local_training_raises(tmp_path):
     kinds = {name: parse("standin")(client) for name, client in CLIENTS.items()}
-    said = {"gradient": "one gradient", "sgd": "local steps of sgd", "adam": "local steps of adam"}
+    message = {"gradient": "one gradient", "sgd": "local steps of sgd", "adam": "local steps of adam"}
     for name, client in kinds.items():
         save_state(tmp_path / name, client, draw(client)[-1])
         for other in kinds.keys() - {name}:
-            with pytest.raises(GradveilError, match=f"it is {said[name]} there, {said[other]} here"):
+            with pytest.raises(GradveilError, match=f"it is {message[name]} there, {message[other]} here"):
                 load_state(tmp_path / name, kinds[other])
 
 
-def test_what_changes_in_the_course_of_a_training_may_change(tmp_path):
+def test_load_state_ignores_settings_that_may_change(tmp_path):
     client = parse("standin")(CLIENTS["sgd"])
     *_, state = draw(client)
     save_state(tmp_path / "state", client, state)
@@ -121,7 +121,7 @@ class Shown(torch.nn.Linear):
         return repr(object())
 
 
-def test_where_a_module_lies_in_memory_does_not_count(tmp_path):
+def test_load_state_ignores_memory_addresses(tmp_path):
     client, again = (parse("standin")(Client(torch.nn.Sequential(Shown(2, 2)))) for _ in range(2))
     state = client.init(client.params())
     save_state(tmp_path / "state", client, state)
@@ -129,7 +129,7 @@ def test_where_a_module_lies_in_memory_does_not_count(tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_state_that_is_not_finite_is_neither_written_nor_read(written, tmp_path, value: float, monkeypatch):
+def test_nonfinite_state_is_neither_saved_nor_loaded(written, tmp_path, value: float, monkeypatch):
     client, state, file = written
     name = "send.prune.residual.head.weight"
     bad = {**state, name: state[name].clone().index_fill_(0, torch.tensor(1), value)}
@@ -143,22 +143,22 @@ def test_state_that_is_not_finite_is_neither_written_nor_read(written, tmp_path,
         load_state(file, client)
 
 
-def test_a_sum_of_clients_has_a_state_of_its_own(written):
+def test_load_state_of_another_aggregation_group_raises(written):
     with pytest.raises(GradveilError, match="members is 1 there, 2 here"):
         load_state(written[2], replace(written[0], members=2))
 
 
-def test_what_is_not_the_clients_state_is_not_written(written, tmp_path):
+def test_save_state_of_a_foreign_state_raises(written, tmp_path):
     client, state, _ = written
     wrong = {**state, "send.prune.residual.head.weight": torch.zeros(2), "more": torch.zeros(1)}
-    with pytest.raises(GradveilError) as told:
+    with pytest.raises(GradveilError) as problem:
         save_state(tmp_path / "other", client, wrong)
-    assert len(told.value.problems) == 2
-    assert "float32 [2], where float64 [3, 16] is expected" in str(told.value)
+    assert len(problem.value.problems) == 2
+    assert "float32 [2], where float64 [3, 16] is expected" in str(problem.value)
     assert not (tmp_path / "other").exists()
 
 
-def test_every_cut_is_refused(written):
+def test_load_state_of_a_truncated_file_raises(written):
     client, _, file = written
     whole = file.read_bytes()
     for size in (0, 7, len(whole) // 2, len(whole) - 1):
@@ -167,7 +167,7 @@ def test_every_cut_is_refused(written):
             load_state(file, client)
 
 
-def test_a_changed_bit_is_refused(written):
+def test_load_state_with_a_flipped_bit_raises(written):
     client, _, file = written
     whole = bytearray(file.read_bytes())
     whole[-1] ^= 1
@@ -177,31 +177,31 @@ def test_a_changed_bit_is_refused(written):
 
 
 @pytest.mark.parametrize(
-    ("metadata", "said"),
+    ("metadata", "message"),
     [
         (None, "is no gradveil client state"),
         ({"kind": "gradveil client state", "version": "1"}, "has version 1 of the format, and version 2 can be read"),
     ],
 )
-def test_foreign_files_are_refused(written, metadata, said):
+def test_load_state_of_a_foreign_file_raises(written, metadata, message):
     client, state, file = written
     save_file(state, file, metadata)
-    with pytest.raises(GradveilError, match=said):
+    with pytest.raises(GradveilError, match=message):
         load_state(file, client)
 
 
-@pytest.mark.parametrize("told", ["{", "[]", json.dumps({"params": {}})])
-def test_a_file_that_does_not_say_whose_it_is_is_refused(written, told: str):
+@pytest.mark.parametrize("problem", ["{", "[]", json.dumps({"params": {}})])
+def test_load_state_without_the_clients_identity_raises(written, problem: str):
     client, state, file = written
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as held:
-        metadata = {**held.metadata(), "client": told}
+        metadata = {**held.metadata(), "client": problem}
     save_file(state, file, metadata)
     with pytest.raises(GradveilError, match="does not say whose state"):
         load_state(file, client)
 
 
-def test_a_missing_file_is_said_to_be_missing(written):
+def test_load_state_of_a_missing_file_raises(written):
     with pytest.raises(GradveilError, match="is missing"):
         load_state(written[2].with_name("nothing"), written[0])

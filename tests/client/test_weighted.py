@@ -35,32 +35,32 @@ def assert_weighs(model: nn.Module, shape: tuple[int, ...]) -> None:
         seen.update(squares)
         return {name: torch.cos(square + i) for i, (name, square) in enumerate(squares.items())}
 
-    found = weighted_sum(objective, params, {}, batch, noise, weigh)
-    assert found is not None
-    assert list(found) == list(rows)
+    result = weighted_sum(objective, params, {}, batch, noise, weigh)
+    assert result is not None
+    assert list(result) == list(rows)
     expected = {name: row.detach().reshape(EXAMPLES, -1).square().sum(1) for name, row in rows.items()}
     largest = max(float(square.max()) for square in expected.values())
     for name, square in expected.items():
         torch.testing.assert_close(seen[name], square, rtol=1e-9, atol=1e-12 * largest, msg=name)
     for i, (name, row) in enumerate(rows.items()):
         sums = torch.tensordot(torch.cos(seen[name] + i), row.detach(), 1)
-        torch.testing.assert_close(found[name], sums, rtol=1e-8, atol=1e-11 * max(1.0, largest**0.5), msg=name)
+        torch.testing.assert_close(result[name], sums, rtol=1e-8, atol=1e-11 * max(1.0, largest**0.5), msg=name)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_model_is_a_loop(name: str) -> None:
+def test_weighted_sum_of_every_model_equals_the_loop(name: str) -> None:
     assert_weighs(small(name).eval(), (3, 32, 32))
 
 
 @pytest.mark.parametrize("case", HAND_MADE)
-def test_hand_made_models_are_a_loop(case: str) -> None:
+def test_weighted_sum_of_small_models_equals_the_loop(case: str) -> None:
     model, shape = HAND_MADE[case]
     assert_weighs(model(), shape[2:])
 
 
 @pytest.mark.parametrize("side", [1, 2, 9, 40])
 @pytest.mark.parametrize("stride", [1, 2])
-def test_norms_are_those_of_the_gradients_whichever_way_is_shorter(side: int, stride: int) -> None:
+def test_squared_norms_equal_those_of_the_gradients(side: int, stride: int) -> None:
     geometry = Geometry((3, 3), (stride, stride), (1, 1), (1, 1))
     outside = -(-side // stride)
     draw = Key(3).generator()
@@ -71,7 +71,7 @@ def test_norms_are_those_of_the_gradients_whichever_way_is_shorter(side: int, st
 
 
 @pytest.mark.parametrize("text", ["dp(clip=0.3, sigma=0.5)", "fed-cdp(clip=0.1, sigma=0.5)", "clip-example(0.2)"])
-def test_a_client_who_clips_examples_holds_none_of_their_gradients(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clipping_client_stores_no_example_gradients(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It sends what one sends who holds them; more than a few are never asked for."""
     client: Client = parse(text)(Client(small("lenet-zhu").double()), Key(1))
     params, draw = client.params(), Key(2).generator()
@@ -83,6 +83,6 @@ def test_a_client_who_clips_examples_holds_none_of_their_gradients(text: str, mo
         expected, _ = client.update(params, batch, noise, client.init(params))
     for rows in ("example_gradients", "per_client_gradients"):
         monkeypatch.setattr(f"gradveil.client.defended_gradient.{rows}", None)
-    found, _ = client.update(params, batch, noise, client.init(params))
+    result, _ = client.update(params, batch, noise, client.init(params))
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-14)
+        torch.testing.assert_close(result[name], value, rtol=1e-9, atol=1e-14)

@@ -21,13 +21,13 @@ BATCH = draw_batch(Key(0))
 LAYERS = len(PLAIN.trained())
 
 
-def found(defence: str | Defence, client: Client = PLAIN):
+def privacy_of(defence: str | Defence, client: Client = PLAIN):
     built = parse(defence) if isinstance(defence, str) else defence
     return examine(built(client), BATCH)
 
 
 def multipliers(defence: str | Defence, client: Client = PLAIN):
-    return {m.unit: m.multiplier for m in found(defence, client).mechanisms}
+    return {m.unit: m.multiplier for m in privacy_of(defence, client).mechanisms}
 
 
 def warned(defence: str | Defence, training: Participation | None = None, client: Client = PLAIN) -> list[str]:

@@ -28,8 +28,8 @@ def flat(tensors) -> Tensor:
 def context_of(client: Client, batch: Batch) -> Context:
     params = client.params()
 
-    def gradient(own: Batch):
-        return client.undefended_update().update(params, own, {}, {})[0]
+    def gradient(examples: Batch):
+        return client.undefended_update().update(params, examples, {}, {})[0]
 
     return Context(params, batch, gradient=gradient)
 

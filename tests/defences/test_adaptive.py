@@ -19,17 +19,17 @@ from gradveil.defences.entry import DefenceEntry
 from tests.audit.runs import config
 
 
-def told(attack):
+def granted_secrets(attack):
     """List the secrets that an attack has to be granted."""
     return [name for name, how in attack.knowledge.items() if isinstance(how, Known) and name != "public"]
 
 
 @pytest.mark.parametrize("name", DEFENCES)
-def test_every_defence_has_an_attacker_who_knows_it(name):
+def test_every_defence_has_an_adaptive_attack(name):
     attacks = [make_attack(text) for text in DEFENCES[name].adaptive]
     assert attacks, f"{name} names no attacker that aims at it"
     if DEFENCES[name].changes:
-        knows = [attack.simulated_client == "full" and not told(attack) for attack in attacks]
+        knows = [attack.simulated_client == "full" and not granted_secrets(attack) for attack in attacks]
         assert any(knows), f"whoever aims at {name} ignores it, or is told its secrets"
 
 
@@ -41,13 +41,13 @@ def test_every_defence_has_a_malicious_server(name):
     assert names == {"rob", "curious", "fishing"}
 
 
-def test_decoys_are_for_what_cuts_the_largest_entries():
+def test_decoys_apply_to_defences_that_cut_large_entries():
     for text, wanted in (("dgp", 2), ("adgp", 2), ("prune(0.9)", 0), ("cvb + dgp", 2), ("an object + dgp", 2)):
         assert sum("decoys" in attack for attack in planted_for(text)) == wanted, text
     assert planted_for("an object's own name") == planted_for("none")
 
 
-def test_a_defence_without_an_attacker_cannot_be_entered():
+def test_entry_without_adaptive_attacks_raises():
     with pytest.raises(TypeError, match="adaptive"):
         DefenceEntry(  # type: ignore[call-arg]
             name="mine", factory=dict, description="", citation="", changes=("send",), guarantee="none", cost=""
@@ -62,7 +62,7 @@ def entry(name, adaptive):
 
 
 @pytest.mark.parametrize("changes", [("step",), ("send",), ("batch", "send")])
-def test_what_a_factory_returns_is_put_into_the_slot_of_its_entry(changes):
+def test_factory_result_fills_the_slot_of_its_entry(changes):
     mine = replace(entry("mine", ("ig",)), factory=lambda: Gaussian(0.1), changes=changes)
     if len(changes) == 1:
         assert getattr(mine(), changes[0]) == chain(own=Gaussian(0.1))
@@ -71,25 +71,25 @@ def test_what_a_factory_returns_is_put_into_the_slot_of_its_entry(changes):
             mine()
 
 
-def test_who_names_nobody_is_refused():
+def test_entry_with_unknown_attacks_raises():
     with pytest.raises(GradveilError, match=r"mine\.adaptive: names no attacker that aims at it"):
         entry("mine", ())
 
 
 @pytest.mark.parametrize("adaptive", [("ig",), ("pig", "analytic"), ("wiig",)])
-def test_a_users_entry_meets_somebody_who_knows_it(monkeypatch, adaptive):
+def test_custom_entry_has_adaptive_attacks(monkeypatch, adaptive):
     """Attackers who ignore it, or who are told its secrets, are not enough."""
     monkeypatch.setitem(DEFENCES, "mine", entry("mine", adaptive))
     assert aimed_at("mine") == [*adaptive, "cdia(rounds=all)", "learned"]
     assert ("cdia(rounds=all)", "mine") in pairs(config(attacks=["adaptive"], defences=["none", "mine"]))
 
 
-def test_a_composition_with_an_object_meets_the_attackers_of_its_known_parts():
+def test_composition_with_an_object_has_the_attacks_of_its_known_parts():
     assert set(aimed_at("dropout + my own + prune(0.5)")) == {*aimed_at("dropout"), *aimed_at("prune(0.5)")}
     assert {*aimed_at('ats(policy="3-1-7+43-18-18") + my own')} == {*aimed_at("ats"), "cdia(rounds=all)", "learned"}
 
 
-def test_dual_pruning_is_compared_in_several_ways_with_and_without_the_order():
+def test_dgp_has_attacks_with_and_without_the_order():
     """On the support that shows: angles, layer by layer, squares; and free or bound."""
     for name in ("dgp", "adgp"):
         aimed = [make_attack(text) for text in aimed_at(name) if text.startswith("cdia")]
@@ -98,14 +98,14 @@ def test_dual_pruning_is_compared_in_several_ways_with_and_without_the_order():
         }  # fmt: skip
 
 
-def test_a_composition_meets_the_attackers_of_its_parts():
+def test_composition_has_the_attacks_of_its_parts():
     together = aimed_at("dp(sigma=1) + cvb")
     assert set(together) == {*aimed_at("dp"), *aimed_at("cvb")}
     assert len(together) == len(set(together))
     assert aimed_at("an object's own name") == ["cdia(rounds=all)", "learned"]
 
 
-def test_adaptive_is_spelled_out_for_each_defence():
+def test_adaptive_expands_per_defence():
     run = config(attacks=["ig-scheliga", "adaptive"], defences=["none", "dgp", "dropout"])
     met = pairs(run)
     assert [text for text, defence in met if defence == "none"] == ["ig-scheliga"]
@@ -119,7 +119,7 @@ def test_adaptive_is_spelled_out_for_each_defence():
     assert len(trials(run)) == len(met) == len({trial.id for trial in trials(run)})
 
 
-def test_an_attacker_that_is_named_already_is_not_run_twice():
+def test_adaptive_does_not_repeat_a_named_attack():
     assert list(attacks_against(["dia", " Adaptive "], "dropout")) == [
         "dia",
         "cdia(rounds=all)",
@@ -127,22 +127,22 @@ def test_an_attacker_that_is_named_already_is_not_run_twice():
     ]
 
 
-def test_without_public_data_nobody_learns():
+def test_adaptive_without_public_data_has_no_learned_attack():
     assert "learned" not in attacks_against(["adaptive"], "dp", public=False)
     assert list(attacks_against(["adaptive"], "dp", public=False)) == ["cdia(rounds=all)"]
 
 
-def test_it_takes_no_settings():
+def test_adaptive_with_settings_raises():
     with pytest.raises(GradveilError, match="adaptive"):
         config(attacks=["adaptive(iterations=5)"])
 
 
-def test_both_words_stand_side_by_side():
+def test_adaptive_and_malicious_combine():
     met = pairs(config(attacks=["malicious", "adaptive"], defences=["dgp"]))
     assert [text for text, _ in met] == [*planted_for("dgp"), *aimed_at("dgp")]
 
 
-def test_what_a_malicious_server_gets_of_the_defence_that_is_pruned_for_it(tmp_path, monkeypatch, capsys):
+def test_malicious_server_uses_what_pruning_leaves(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["audit", "faces", "--attack", "malicious", "--defence", "none", "--defence", "dgp", "--json"]
     words += ["--set", "data.size=32", "--set", "client.batch=4", "--target-clients", "1", "--workers", "1"]
@@ -155,7 +155,7 @@ def test_what_a_malicious_server_gets_of_the_defence_that_is_pruned_for_it(tmp_p
         config(attacks=["malicious(bins=3)"])
 
 
-def test_python_spells_it_out_too():
+def test_adaptive_expands_in_python():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Sigmoid(), nn.Flatten(), nn.Linear(2 * 12 * 12, 3))
     batch = torch.rand(2, 1, 14, 14, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2])
     result = gradveil.audit(model, batch, defences=["none", "prune(0.5)"], attacks=["ig", "adaptive"], iterations=2)

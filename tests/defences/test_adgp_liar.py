@@ -45,18 +45,20 @@ def accuracy(text: str, lying: bool, rotate: bool = False) -> float:
     share = len(data) // USERS
     for number in range(ROUNDS):
         draw = Key(0, ("round", number)).generator()
-        own = torch.stack([u * share + torch.randperm(share, generator=draw)[:BATCH] for u in range(USERS)])
-        batch = Batch(data.inputs[own], data.targets[own])
-        who = [(i + number * rotate) % USERS for i in range(speakers(client))]
+        indices = torch.stack([u * share + torch.randperm(share, generator=draw)[:BATCH] for u in range(USERS)])
+        batch = Batch(data.inputs[indices], data.targets[indices])
+        members = [(i + number * rotate) % USERS for i in range(speakers(client))]
         true = tmap(lambda g: g.mean(0), plain.updates(params, batch, {}, {})[0])
-        said: Tensors = {}
-        if who:
-            said, _ = proposer(client).updates(params, Batch(*(part[who] for part in batch)), {}, take(state, who))
-            if lying and LIAR in who:
-                for name, masks in said.items():
-                    masks[who.index(LIAR)] = lie(masks[who.index(LIAR)], true[name.removeprefix("prune.mask.")])
-        sent, state = announced(client, said, mean, number).updates(params, batch, {}, state)
-        if lying and not who:
+        message: Tensors = {}
+        if members:
+            message, _ = proposer(client).updates(
+                params, Batch(*(part[members] for part in batch)), {}, take(state, members)
+            )
+            if lying and LIAR in members:
+                for name, masks in message.items():
+                    masks[members.index(LIAR)] = lie(masks[members.index(LIAR)], true[name.removeprefix("prune.mask.")])
+        sent, state = announced(client, message, mean, number).updates(params, batch, {}, state)
+        if lying and not members:
             for name, value in sent.items():
                 value[LIAR] = true[name].abs().max() * lie(value[LIAR], true[name])
         mean = tmap(lambda value: value.mean(0), sent)
@@ -65,7 +67,7 @@ def accuracy(text: str, lying: bool, rotate: bool = False) -> float:
     return float((outputs.argmax(1) == test.targets).float().mean())
 
 
-def test_a_lying_broadcaster_stops_learning_and_a_vote_does_not():
+def test_adgp_lying_broadcaster_stops_learning_and_a_vote_does_not():
     honest = accuracy("adgp", lying=False)
     assert honest > 0.85
     assert accuracy("adgp", lying=True) < 0.3
@@ -73,6 +75,6 @@ def test_a_lying_broadcaster_stops_learning_and_a_vote_does_not():
     assert accuracy("adgp(selection=previous)", lying=True) > honest - 0.03
 
 
-def test_where_the_broadcaster_changes_every_round_the_residual_makes_up_for_a_lie():
+def test_adgp_residual_compensates_for_a_lie_with_rotating_broadcasters():
     """One round in ten is lost; what it left out is sent in the others."""
     assert accuracy("adgp", lying=True, rotate=True) > 0.85

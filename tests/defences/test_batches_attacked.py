@@ -24,14 +24,14 @@ def against_raw(text: str, settings: str, examples: int, target_clients: int):
     state = {name: value.expand(target_clients, *value.shape) for name, value in client.init(params).items()}
     sent, _ = client.updates(params, raw, noise, state)
     observation = replace(experiment.observation, params=params, update=sent)
-    found = {}
+    result = {}
     for name in ("ig-scheliga", "cdia"):
         attack = make_attack(f"{name}({settings})")
         simulated_client = client if attack.simulated_client == "full" else client.undefended_update()
         guess = attack([observation], simulated_client, replace(known, tensors=attack.knowledge), Key(0)).inputs
         assert bool(torch.isfinite(guess).all())
-        found[name] = psnr(guess, raw.inputs, *known.space.bounds(raw.inputs)).mean()
-    return found
+        result[name] = psnr(guess, raw.inputs, *known.space.bounds(raw.inputs)).mean()
+    return result
 
 
 @pytest.mark.parametrize(
@@ -43,13 +43,13 @@ def against_raw(text: str, settings: str, examples: int, target_clients: int):
         ("ats", 1, "iterations=100, restarts=4", 0.3),
     ],
 )
-def test_knowing_how_images_are_changed_helps(defence: str, examples: int, settings: str, gain: float):
-    found = against_raw(defence, f"{settings}, lr=0.1", examples, target_clients=6)
-    assert found["cdia"] > found["ig-scheliga"] + gain, found
+def test_adaptive_attack_on_changed_images_recovers_more(defence: str, examples: int, settings: str, gain: float):
+    result = against_raw(defence, f"{settings}, lr=0.1", examples, target_clients=6)
+    assert result["cdia"] > result["ig-scheliga"] + gain, result
 
 
-def test_a_lock_that_is_optimised_hides_little():
+def test_keylock_hides_little_from_an_optimised_key():
     """Against the same search where there is no lock."""
     settings = "iterations=100, lr=0.1"
-    found, without = (against_raw(defence, settings, 1, target_clients=4) for defence in ("keylock", "none"))
-    assert found["cdia"] > without["cdia"] - 2.5, (found, without)
+    result, without = (against_raw(defence, settings, 1, target_clients=4) for defence in ("keylock", "none"))
+    assert result["cdia"] > without["cdia"] - 2.5, (result, without)

@@ -35,10 +35,10 @@ def batch(value: float | None) -> Batch:
     return Batch(inputs, TARGETS)
 
 
-def sent(client: Client, own: Batch) -> dict[str, torch.Tensor]:
+def sent(client: Client, examples: Batch) -> dict[str, torch.Tensor]:
     params = client.params()
     with torch.no_grad():
-        return client.update(params, own, client.noise_spec(params, own).neutral(), client.init(params))[0]
+        return client.update(params, examples, client.noise_spec(params, examples).neutral(), client.init(params))[0]
 
 
 def finite(update) -> bool:
@@ -48,11 +48,11 @@ def finite(update) -> bool:
 @pytest.mark.parametrize("linear", [False, True])
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("text", ["dp(clip=0.1, sigma=0)", "fed-cdp(clip=0.1, sigma=0)", "clip-example(0.1)"])
-def test_an_example_out_of_all_bounds_changes_no_more_than_any_other(text: str, value: float, linear: bool):
+def test_clip_bounds_the_effect_of_an_extreme_example(text: str, value: float, linear: bool):
     client = parse(text)(Client(net(linear)))
     bound = 0.1 * (math.sqrt(2 if linear else 4) if text.startswith("fed") else 1)
-    own = batch(value)
-    with_it, without = sent(client, own), sent(client, Batch(own.inputs[1:], TARGETS[1:]))
+    examples = batch(value)
+    with_it, without = sent(client, examples), sent(client, Batch(examples.inputs[1:], TARGETS[1:]))
     assert finite(with_it)
     change = float(norm(tmap(lambda a, b: 4 * a - 3 * b, with_it, without)))
     assert change <= bound * (1 + 1e-4)
@@ -61,42 +61,42 @@ def test_an_example_out_of_all_bounds_changes_no_more_than_any_other(text: str, 
 @pytest.mark.parametrize("linear", [False, True])
 @pytest.mark.parametrize("value", [None, *BAD])
 @pytest.mark.parametrize("text", ["dp(clip=0.1, sigma=0)", "fed-cdp(clip=0.1, sigma=0)"])
-def test_whichever_way_it_is_computed(text: str, value: float | None, linear: bool):
+def test_clip_bound_holds_for_every_computation(text: str, value: float | None, linear: bool):
     client = parse(text)(Client(net(linear)))
-    params, own = client.params(), batch(value)
-    noise = client.noise_spec(params, own).neutral()
-    alone = sent(client, own)
-    two = [Batch(*(torch.stack([a, b]) for a, b in zip(batch(None), own, strict=True)))]
+    params, examples = client.params(), batch(value)
+    noise = client.noise_spec(params, examples).neutral()
+    alone = sent(client, examples)
+    two = [Batch(*(torch.stack([a, b]) for a, b in zip(batch(None), examples, strict=True)))]
     both = {name: torch.stack([each, each]) for name, each in noise.items()}
     for way in (client.updates, partial(looped_updates, client)):
-        found = way(params, two[0], both, {})[0]
-        torch.testing.assert_close({name: rows[1] for name, rows in found.items()}, alone, rtol=1e-4, atol=1e-7)
-        undisturbed = {name: rows[0] for name, rows in found.items()}
+        result = way(params, two[0], both, {})[0]
+        torch.testing.assert_close({name: rows[1] for name, rows in result.items()}, alone, rtol=1e-4, atol=1e-7)
+        undisturbed = {name: rows[0] for name, rows in result.items()}
         torch.testing.assert_close(undisturbed, sent(client, batch(None)), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("sampling", ["batches", "poisson"])
-def test_in_local_steps_too(sampling):
+def test_clip_bound_holds_in_local_steps(sampling):
     client = parse("dp(clip=0.1, sigma=0)")(Client(net(), local=Local(2, 0.5, steps=3, sampling=sampling)))
-    own = batch(math.nan)
+    examples = batch(math.nan)
     params = client.params()
-    noise = client.noise_spec(params, own).sample(Key(2))
+    noise = client.noise_spec(params, examples).sample(Key(2))
     if sampling == "poisson":
         noise["inclusion"] = torch.tensor([[1, 1, 0, 0], [0, 1, 0, 1], [1, 0, 0, 1.0]])
-    update = client.update(params, own, noise, {})[0]
+    update = client.update(params, examples, noise, {})[0]
     assert finite(update)
     assert 0 < float(norm(update)) <= 3 * 0.5 * 0.1 * (1 + 1e-4)
 
 
 @pytest.mark.parametrize("value", BAD[1:])
 @pytest.mark.parametrize("text", ["clip(0.1)", "user-dp(clip=0.1, sigma=0)"])
-def test_a_whole_update_too(text: str, value: float):
+def test_clip_bound_holds_for_a_whole_update(text: str, value: float):
     update = sent(parse(text)(Client(net())), batch(value))
     assert finite(update)
     assert float(norm(update)) <= 0.1 * (1 + 1e-4)
 
 
-def test_without_a_bound_nothing_is_hidden():
+def test_update_without_a_clip_exposes_an_extreme_example():
     client = parse("dp(clip=inf, sigma=0)")(Client(net(linear=True)))
     assert not finite(sent(client, batch(math.nan)))
     plain = replace(client, step=None)

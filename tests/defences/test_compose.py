@@ -51,7 +51,7 @@ def problems(build) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
-def test_illegal_orders_are_refused_when_built():
+def test_chain_with_an_invalid_order_raises():
     (text,) = problems(lambda: chain(prune=Magnitude(0.5), noise=Gaussian(1)))
     assert "chain.noise: comes after 'prune'" in text
     assert "clip < noise < prune" in text
@@ -71,7 +71,7 @@ def test_illegal_orders_are_refused_when_built():
         ("dp", "clip-example(3)"),
     ],
 )
-def test_sum_in_either_order_sends_the_same(first: str, second: str):
+def test_composition_order_of_slots_does_not_matter(first: str, second: str):
     a, b = parse(f"{first} + {second}"), parse(f"{second} + {first}")
     for defence in (a, b):
         for slot in (defence.step, defence.send):
@@ -105,7 +105,7 @@ SUBSETS = [some for count in range(1, 5) for some in combinations(SLOTS, count)]
 
 
 @pytest.mark.parametrize("subset", SUBSETS, ids="+".join)
-def test_every_subset_of_the_slots_composes_in_every_order(subset: tuple[str, ...]):
+def test_composition_of_any_slots_works_in_any_order(subset: tuple[str, ...]):
     """The same is sent whatever the order, and no part of it is lost."""
     plain = CLIENTS["sgd"]
     first = parse(" + ".join(SLOTS[slot] for slot in subset))
@@ -115,21 +115,21 @@ def test_every_subset_of_the_slots_composes_in_every_order(subset: tuple[str, ..
     sent, after = client.update(params, batch, noise, state)
     for order in permutations(subset):
         other = parse(" + ".join(SLOTS[slot] for slot in order))(plain, Key(1))
-        found, later = other.update(params, batch, noise, state)
-        torch.testing.assert_close(found, sent, rtol=0, atol=0)
+        result, later = other.update(params, batch, noise, state)
+        torch.testing.assert_close(result, sent, rtol=0, atol=0)
         torch.testing.assert_close(later, after, rtol=0, atol=0)
     for slot in subset:
         without = parse(" + ".join(SLOTS[each] for each in subset if each != slot) or "none")(plain, Key(1))
         names = {**without.noise_spec(without.params(), batch)}
-        kept = {name: value for name, value in state.items() if name in without.init(without.params())}
-        less = without.update(without.params(), batch, {n: v for n, v in noise.items() if n in names}, kept)[0]
+        selected = {name: value for name, value in state.items() if name in without.init(without.params())}
+        less = without.update(without.params(), batch, {n: v for n, v in noise.items() if n in names}, selected)[0]
         assert any(name not in less or not torch.equal(less[name], value) for name, value in sent.items()), slot
 
 
 @pytest.mark.parametrize("model", ["dropout(0.4)", "precode(k=5)", "cvb(beta=0.1)"])
 @pytest.mark.parametrize("text", ["optimal-noise(0.1)", "optimal-prune(0.5, of=example)"])
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
-def test_what_asks_for_the_gradient_of_all_examples_meets_models_that_draw(text: str, model: str, kind: str):
+def test_composition_of_mean_gradient_stages_works_with_random_models(text: str, model: str, kind: str):
     """Local steps draw for parts of the examples: in a gradient of all of them the model's own noise is off."""
     client = parse(f"{text} + {model}")(CLIENTS[kind], Key(1))
     params, batch, noise, state = draw(client)
@@ -145,14 +145,14 @@ def test_what_asks_for_the_gradient_of_all_examples_meets_models_that_draw(text:
     torch.testing.assert_close(sent, wanted)
 
 
-def test_same_stage_twice_gets_its_own_name_and_noise():
+def test_chain_same_stage_twice_gets_own_name_and_noise():
     client = parse("gaussian(0.1) + gaussian(0.2)")(Client(Tiny()))
     noise = draw(client)[2]
     assert {name.split(".")[1] for name in noise} == {"noise", "noise2"}
     assert not torch.equal(noise["send.noise.head.weight"], noise["send.noise2.head.weight"])
 
 
-def test_defences_compose_on_a_defended_client():
+def test_defence_applies_to_a_defended_client():
     once = parse("dp(clip=0.3) + dropout + prune(0.5)")(Client(Tiny()))
     twice = parse("prune(0.5)")(parse("dropout")(parse("dp(clip=0.3)")(Client(Tiny()))))
     params, batch, noise, state = draw(once)
@@ -161,18 +161,18 @@ def test_defences_compose_on_a_defended_client():
     )
 
 
-def test_feedback_refuses_what_its_residual_would_cancel():
+def test_feedback_of_noise_raises():
     (text,) = problems(lambda: Feedback(Gaussian(0.1)))
     assert "feedback.inner: draws noise, and the residual would cancel it" in text
     inner = chain(clip=Clip(1), noise=Laplacian(0.1), prune=Magnitude(0.5))
-    found = problems(lambda: Feedback(inner))
-    assert [text.split(":")[0] for text in found] == ["feedback.clip", "feedback.noise"]
+    result = problems(lambda: Feedback(inner))
+    assert [text.split(":")[0] for text in result] == ["feedback.clip", "feedback.noise"]
     nested = Chain((("outer", inner),))
     assert problems(lambda: Feedback(nested))[1].startswith("feedback.outer.noise")
     assert "acts on each example" in problems(lambda: Feedback(Half()))[0]
 
 
-def test_feedback_of_a_chain_of_compressors():
+def test_feedback_of_a_chain_keeps_its_residual():
     inner = chain(prune=Magnitude(0.5), again=Dual(0.1, 0.1))
     feedback = Feedback(inner)
     assert feedback.stage == Stage.PRUNE
@@ -185,7 +185,7 @@ def test_feedback_of_a_chain_of_compressors():
     torch.testing.assert_close(chain(inner=feedback).init(g)["inner.residual.w"], torch.zeros(10))
 
 
-def test_feedback_sends_in_time_what_was_left_out():
+def test_feedback_sends_the_residual_later():
     """With a constant gradient, what was sent over many rounds approaches rounds * g: nothing is lost for good."""
     feedback = Feedback(Magnitude(0.75))
     g = {"w": torch.tensor([4.0, 3.0, 2.0, 1.0])}
@@ -200,7 +200,7 @@ def test_feedback_sends_in_time_what_was_left_out():
 
 
 @pytest.mark.parametrize(
-    ("build", "places"),
+    ("build", "positions"),
     [
         (lambda: Clip(float("nan"), per_example=1), ["clip.norm", "clip.per_example"]),
         (lambda: Gaussian(-1, on="batch"), ["gaussian.std", "gaussian.on"]),
@@ -213,11 +213,11 @@ def test_feedback_sends_in_time_what_was_left_out():
         (lambda: CvbSurgery(kernel=2, kl="approximate"), ["cvb.kernel", "cvb.kl"]),
     ],
 )
-def test_impossible_settings_are_refused_all_at_once(build, places: list[str]):
-    assert [text.split(":")[0] for text in problems(build)] == places
+def test_stages_with_invalid_settings_raise_every_problem(build, positions: list[str]):
+    assert [text.split(":")[0] for text in problems(build)] == positions
 
 
-def test_surgeries_draw_from_the_key():
+def test_model_replacements_draw_from_the_key():
     defence = parse("precode(k=4)")
     first, same = (defence(Client(Tiny()), Key(1)).params() for _ in range(2))
     other = defence(Client(Tiny()), Key(2)).params()
@@ -227,14 +227,14 @@ def test_surgeries_draw_from_the_key():
     assert all(not torch.equal(first[name], other[name]) for name in new if "weight" in name)
 
 
-def test_each_surgery_draws_from_its_own_stream():
+def test_model_replacements_draw_from_separate_streams():
     params = parse("cvb + cvb")(Client(Tiny())).params()
     first, second = (params[name] for name in params if "cvb" in name and name.endswith("mean.weight"))
     assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("model", ["lenet-zhu", "scheliga-cnn", "vit"])
-def test_everything_together_on_the_models_of_the_studies(model: str):
+def test_composition_of_all_slots_works_on_study_models(model: str):
     network = build(model, channels=3, size=32, classes=10, generator=Key(0).generator())
     defence = parse("precode + cvb + dropout(0.25) + dp + dgp(feedback=true)")
     client = defence(Client(network))
@@ -257,7 +257,7 @@ def test_guarantee_names_every_stage():
     assert isinstance(text + Defence("none"), Defence)
 
 
-def test_what_changes_a_client_is_not_named_none():
+def test_defence_that_changes_a_client_cannot_be_named_none():
     """Its trials would count as those of the undefended client, and vouch for attacks on other defences."""
     with pytest.raises(GradveilError, match=r"defence\.name: is 'none'"):
         Defence("none", send=parse("prune(0.5)").send)

@@ -23,7 +23,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(16, 3), nn.Sigmoid(), nn.Linear(3, 3))
 
 
-def told(defence: Defence) -> str:
+def problems_of(defence: Defence) -> str:
     return " | ".join(map(str, faults(defence, defence(Client(net())), BATCH)))
 
 
@@ -87,14 +87,14 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize("what", STAGES)
-def test_a_stage_that_breaks_the_contract(what):
-    stage = STAGES[what]
-    found = told(Defence("own", step=chain(own=stage)))
-    assert what in found
-    assert ("step.own: " if stage.per_example else "step.own") in found
+@pytest.mark.parametrize("problem", STAGES)
+def test_check_reports_a_stage_that_breaks_the_contract(problem):
+    stage = STAGES[problem]
+    result = problems_of(Defence("own", step=chain(own=stage)))
+    assert problem in result
+    assert ("step.own: " if stage.per_example else "step.own") in result
     if not stage.per_example and not stage.declared():
-        assert what in told(Defence("own", send=chain(back=Feedback(stage)))) or "state" in what
+        assert problem in problems_of(Defence("own", send=chain(back=Feedback(stage)))) or "state" in problem
 
 
 BATCHES = {
@@ -108,9 +108,9 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("what", BATCHES)
-def test_a_batch_transform_that_breaks_the_contract(what):
-    assert what in told(Defence("own", batch=(BATCHES[what],)))
+@pytest.mark.parametrize("problem", BATCHES)
+def test_check_reports_a_batch_transform_that_breaks_the_contract(problem):
+    assert problem in problems_of(Defence("own", batch=(BATCHES[problem],)))
 
 
 SURGERIES = {
@@ -121,16 +121,16 @@ SURGERIES = {
 }
 
 
-@pytest.mark.parametrize("what", SURGERIES)
-def test_a_surgery_that_breaks_the_contract(what):
+@pytest.mark.parametrize("problem", SURGERIES)
+def test_check_reports_a_model_replacement_that_breaks_the_contract(problem):
     try:
-        found = told(Defence("own", model=(SURGERIES[what],)))
+        result = problems_of(Defence("own", model=(SURGERIES[problem],)))
     except GradveilError as error:
-        found = str(error)
-    assert what in found
+        result = str(error)
+    assert problem in result
 
 
-def test_a_surgery_draws_its_weights_from_its_generator():
+def test_check_reports_a_model_replacement_without_its_generator():
     widened = Defence("own", model=(lambda model, generator: nn.Sequential(model, nn.Linear(3, 3)),))
     weights = [widened(Client(net()), Key(seed)).params()["1.weight"] for seed in (0, 0, 1)]
     assert torch.equal(weights[0], weights[1])
@@ -153,9 +153,9 @@ def good(name: str) -> Defence:
 
 
 @pytest.mark.parametrize("name", ["noise", "state", "messages", "gradient"])
-def test_what_keeps_to_it_is_let_pass(name):
-    assert told(good(name)) == ""
-    assert told(parse("dropout(where='2')") + good(name)) == ""
+def test_check_accepts_valid_stages(name):
+    assert problems_of(good(name)) == ""
+    assert problems_of(parse("dropout(where='2')") + good(name)) == ""
 
 
 WRONG = {
@@ -170,8 +170,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_what_is_built_wrongly_is_refused_when_it_is_built(what):
+@pytest.mark.parametrize("problem", WRONG)
+def test_defence_built_from_wrong_objects_raises(problem):
     with pytest.raises(GradveilError) as error:
-        WRONG[what](Own(None, per_example=True))
-    assert what in str(error.value)
+        WRONG[problem](Own(None, per_example=True))
+    assert problem in str(error.value)

@@ -33,20 +33,20 @@ def sent_bytes(text: str) -> int:
 
 
 @pytest.mark.parametrize("name", DEFENCES)
-def test_the_bytes_that_a_defence_is_said_to_cost_are_those_it_sends(name: str):
+def test_declared_bytes_equal_the_sent_bytes(name: str):
     entry = DEFENCES[name]
-    work, _, said = entry.cost.partition("; ")
+    work, _, message = entry.cost.partition("; ")
     assert work, f"{name} does not say what it costs a client to compute"
     values = {each.name: NEEDED[each.name] for each in entry.arguments if repr(each.default) == "required"}
     share = sent_bytes(entry.text(values)) / sent_bytes("gaussian(0.001)")
-    percent, times = re.search(r"(\d+)% of the bytes", said), re.search(r"([\d.]+)x the bytes", said)
-    told = float(percent[1]) / 100 if percent else float(times[1]) if times else 1.0
-    assert percent or times or "all bytes" in said, said
+    percent, times = re.search(r"(\d+)% of the bytes", message), re.search(r"([\d.]+)x the bytes", message)
+    problem = float(percent[1]) / 100 if percent else float(times[1]) if times else 1.0
+    assert percent or times or "all bytes" in message, message
     # Units behind a ReLU that is off leave zeros in the first matrices of any defence without noise.
-    assert (0.8 if told == 1 else 0.9) * told - 0.005 <= share <= 1.1 * told + 0.005, said
+    assert (0.8 if problem == 1 else 0.9) * problem - 0.005 <= share <= 1.1 * problem + 0.005, message
 
 
-def test_a_defence_that_does_not_say_its_cost_cannot_be_entered():
+def test_entry_without_a_cost_raises():
     with pytest.raises(TypeError, match="cost"):
         DefenceEntry(  # type: ignore[call-arg]
             name="mine", factory=dict, description="", citation="", changes=(), guarantee="none", adaptive=("ig",)

@@ -81,7 +81,7 @@ def mine(tmp_path, monkeypatch):
     sys.modules.pop("mine", None)
 
 
-def test_a_path_reads_like_a_name_of_the_table(mine):
+def test_parse_import_path_works_like_a_name(mine):
     read_text = parse("mine:both( 2 , kind=laplace)+ mine:thin +dp + mine:Shift", own=True)
     assert read_text.name == "mine:both(std=2, kind=laplace) + mine:thin + dp + mine:Shift"
     assert parse(read_text.name, own=True) == read_text
@@ -91,12 +91,12 @@ def test_a_path_reads_like_a_name_of_the_table(mine):
     assert parse("mine:Shift(size=2)", own=True).send is not None
 
 
-def test_a_default_may_be_anything(mine):
+def test_parse_import_path_allows_any_default(mine):
     assert parse("mine:scaled(std=2)", own=True).name == "mine:scaled(std=2)"
     assert parse("mine:scaled", own=True).send == parse("gaussian(3)").send
 
 
-def test_attacks_by_path(mine):
+def test_make_attack_accepts_an_import_path(mine):
     quick, slow, guess = (make_attack(t, own=True) for t in ("mine:quick(lr=2)", "mine:slow(0.5)", "mine:Guess"))
     assert (quick.name, quick.descent.stepper.lr, quick.descent.iterations) == ("mine:quick(lr=2)", 2, 3)
     assert (slow.name, slow.descent.stepper.lr) == ("mine:slow(lr=0.5)", 0.5)
@@ -123,27 +123,27 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_what_is_wrong_is_told_at_its_place(mine, text):
-    with pytest.raises(GradveilError) as told:
+def test_parse_invalid_import_path_raises(mine, text):
+    with pytest.raises(GradveilError) as problem:
         parse(text, own=True)
-    assert WRONG[text] in " -> ".join((told.value.problems[0].what.split("\n")[0], told.value.problems[0].remedy))
-    assert told.value.problems[0].where.startswith("defence, character")
+    assert WRONG[text] in " -> ".join((problem.value.problems[0].what.split("\n")[0], problem.value.problems[0].remedy))
+    assert problem.value.problems[0].where.startswith("defence, character")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("mine:three", "returned int, not an attack"),
         ("mine:thin", "'thin' is of type Defence"),
         ("mine:search", "attack mine:search: .* no name"),
     ],
 )
-def test_an_attack_that_is_none(mine, text, said):
-    with pytest.raises(GradveilError, match=said):
+def test_make_attack_of_a_non_attack_raises(mine, text, message):
+    with pytest.raises(GradveilError, match=message):
         make_attack(text, own=True)
 
 
-def test_no_strangers_text_runs_code(mine, capsys):
+def test_records_never_import_custom_code(mine, capsys):
     """What records, reports and servers say is read, never imported."""
     for reads in (parse, entries, make_attack):
         with pytest.raises(GradveilError, match="is custom code"):
@@ -153,7 +153,7 @@ def test_no_strangers_text_runs_code(mine, capsys):
     assert "mine" not in sys.modules
 
 
-def test_iterations_reach_an_attack_of_ones_own(mine):
+def test_iterations_apply_to_a_custom_attack(mine):
     config = read("digits", {"attacks": ["mine:quick"], "iterations": 7}, ())
     assert config.iterations == 7
     with pytest.raises(GradveilError, match="no attack takes iterations"):
@@ -162,29 +162,29 @@ def test_iterations_reach_an_attack_of_ones_own(mine):
         read("digits", {"attacks": ["mine:quick(iterations=7)", "mine:quick"], "iterations": 7}, ())
 
 
-def _told(*arguments: str) -> str:
+def output_of(*arguments: str) -> str:
     result = CliRunner().invoke(app, [*arguments])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return " ".join(result.output.split())
 
 
-def test_check_tells_what_a_stage_of_ones_own_does_wrong(mine):
-    shared = _told("check", "digits", "--defence", "mine:Shift")
+def test_check_reports_problems_of_a_custom_stage(mine):
+    shared = output_of("check", "digits", "--defence", "mine:Shift")
     assert "send.own: adds the same noise to every client" in shared
     assert "No errors" in shared
-    drawn = _told("check", "digits", "--defence", "mine:Shift(drawn=true)")
+    drawn = output_of("check", "digits", "--defence", "mine:Shift(drawn=true)")
     assert "send.own: apply returns different results" in drawn
     assert "draw nothing in apply" in drawn
 
 
-def test_an_audit_of_ones_own_from_the_command_line(mine):
-    own = ["--defence", "mine:both(std=0.001)", "--attack", "mine:quick", "--attack", "mine:Guess(level=0)"]
-    own += ["--no-control"]
-    told = _told("audit", "digits", "--target-clients", "1", *own, "--out", "run", "--workers", "1")
-    assert "mine:both(std=0.001)" in told, told
-    assert "has changed since" not in told
+def test_audit_with_custom_code_warns_after_a_change(mine):
+    custom = ["--defence", "mine:both(std=0.001)", "--attack", "mine:quick", "--attack", "mine:Guess(level=0)"]
+    custom += ["--no-control"]
+    problem = output_of("audit", "digits", "--target-clients", "1", *custom, "--out", "run", "--workers", "1")
+    assert "mine:both(std=0.001)" in problem, problem
+    assert "has changed since" not in problem
     (mine / "mine.py").write_text(CODE + "# changed")
-    again = _told("audit", "digits", "--target-clients", "1", *own, "--out", "run", "--workers", "1")
+    again = output_of("audit", "digits", "--target-clients", "1", *custom, "--out", "run", "--workers", "1")
     assert "warning: module mine: has changed since this run computed 2 trials" in again
     recorded = {(trial.info["defence"], trial.info["attack"]) for trial in load_run("run").trials}
     assert recorded == {
@@ -193,11 +193,11 @@ def test_an_audit_of_ones_own_from_the_command_line(mine):
     }
     sys.modules.pop("mine")
     Path("mine.py").unlink()
-    assert "report.html" in _told("report", "run")
+    assert "report.html" in output_of("report", "run")
     assert "mine" not in sys.modules
 
 
-def test_a_training_with_ones_own_tells_what_its_code_was(mine):
+def test_train_with_custom_code_warns_after_a_change(mine):
     few = [
         f"--set={each}"
         for each in (
@@ -209,14 +209,14 @@ def test_a_training_with_ones_own_tells_what_its_code_was(mine):
             "model.name=lenet-zhu",
         )
     ]
-    own = ["train", "digits", *few, "--defence", "mine:both(std=0.001)", "--out", "run", "--workers", "1"]
-    assert "has changed since" not in _told(*own, "--rounds", "1", "--seed", "0")
+    custom = ["train", "digits", *few, "--defence", "mine:both(std=0.001)", "--out", "run", "--workers", "1"]
+    assert "has changed since" not in output_of(*custom, "--rounds", "1", "--seed", "0")
     (mine / "mine.py").write_text(CODE + "# changed")
-    more = _told(*own, "--rounds", "2", "--seed", "0", "--seed", "1")
+    more = output_of(*custom, "--rounds", "2", "--seed", "0", "--seed", "1")
     assert "warning: module mine: has changed since this run computed 1 trial" in more
-    again = _told(*own, "--rounds", "2", "--seed", "0", "--seed", "1")
+    again = output_of(*custom, "--rounds", "2", "--seed", "0", "--seed", "1")
     assert "has changed since this run computed 1 trial" in again, "the first round is older, the last is not"
     (mine / "mine.py").write_text(CODE)
-    both_seeds = _told(*own, "--rounds", "2", "--seed", "0", "--seed", "1")
+    both_seeds = output_of(*custom, "--rounds", "2", "--seed", "0", "--seed", "1")
     assert "has changed since this run computed 1 trial" in both_seeds, "the other one"
-    assert "has changed since" not in _told(*own, "--rounds", "1", "--seed", "0", "--fresh")
+    assert "has changed since" not in output_of(*custom, "--rounds", "1", "--seed", "0", "--fresh")

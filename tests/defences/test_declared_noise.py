@@ -98,20 +98,20 @@ FALSE = {
 
 @pytest.mark.parametrize("stage", TRUE, ids=str)
 @pytest.mark.parametrize("client", [PLAIN, WIDE], ids=["small", "large"])
-def test_true_claims_are_believed(client, stage):
+def test_declared_noise_with_a_true_law_has_a_bound(client, stage):
     assert misstated(stage, client, BATCH) is None
 
 
-@pytest.mark.parametrize("what", FALSE)
-def test_false_claims_are_told_and_nothing_is_bounded(what):
-    defence = Defence("own", send=chain(own=FALSE[what]))
+@pytest.mark.parametrize("problem", FALSE)
+def test_declared_noise_with_a_false_law_has_no_bound(problem):
+    defence = Defence("own", send=chain(own=FALSE[problem]))
     client = defence(WIDE)
-    assert what in " | ".join(map(str, faults(defence, client, BATCH)))
-    assert what in str(obstacle(client, BATCH))
+    assert problem in " | ".join(map(str, faults(defence, client, BATCH)))
+    assert problem in str(obstacle(client, BATCH))
 
 
-def test_the_tables_own_noise_says_what_its_draws_say():
+def test_declared_noise_of_registered_defences_is_true():
     for stage in (Gaussian(0.1), Gaussian(0.4, "sum"), Laplacian(0.1)):
         assert misstated(stage, WIDE, BATCH) is None
-    said = obstacle(Defence("own", send=chain(own=Own(Normal(), 1.0)))(WIDE), BATCH)
-    assert said is None
+    message = obstacle(Defence("own", send=chain(own=Own(Normal(), 1.0)))(WIDE), BATCH)
+    assert message is None

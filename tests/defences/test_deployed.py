@@ -33,10 +33,12 @@ def stages(client):
     return [stage for slot in (client.step, client.send) if slot for _, stage in slot]
 
 
-def silent(own, params, batch, **noise):
+def silent(defended, params, batch, **noise):
     """An update with its noise off, in float64: on a grid, zero steps are none."""
-    once = own.noise_spec(params, batch).neutral() | noise
-    return torch.cat([value.flatten() for value in own.update(params, batch, once, own.init(params))[0].values()])
+    once = defended.noise_spec(params, batch).neutral() | noise
+    return torch.cat(
+        [value.flatten() for value in defended.update(params, batch, once, defended.init(params))[0].values()]
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,18 +51,18 @@ def silent(own, params, batch, **noise):
         ("user-dp(clip=0.3, sigma=1)", Local(batch=4, lr=0.1, epochs=1)),
     ],
 )
-def test_but_for_the_grid_it_is_the_simulated_client(text, local):
+def test_deployed_equals_the_simulated_client_up_to_the_grid(text, local):
     """The same clips and sums, though examples are taken one at a time: each entry is less than a step away."""
-    own = client(text, local=local)
-    placed = deployed(own, EXAMPLES)
+    defended = client(text, local=local)
+    placed = deployed(defended, EXAMPLES)
     assert placed.without is None
     (grid,) = [stage.grid for stage in stages(placed.client) if isinstance(stage, LatticeGaussian)]
     inclusion = {}
     if local and local.sampling == "poisson":
         inclusion = {"inclusion": torch.tensor([[1.0, 0, 1, 1, 0, 0, 0, 1], [0.0] * 8])}
-    found, plain = (silent(each, own.params(), EXAMPLES, **inclusion) for each in (placed.client, own))
+    result, plain = (silent(each, defended.params(), EXAMPLES, **inclusion) for each in (placed.client, defended))
     assert plain.any()
-    assert (found - plain).abs().max() <= 0.51 * grid.step + 1e-7
+    assert (result - plain).abs().max() <= 0.51 * grid.step + 1e-7
 
 
 @pytest.mark.parametrize(
@@ -71,21 +73,21 @@ def test_but_for_the_grid_it_is_the_simulated_client(text, local):
         ("user-dp(clip=0.3, sigma=1)", 0.3),
     ],
 )
-def test_neighbours_stay_within_what_is_accounted_for(text, bound):
+def test_deployed_neighbours_stay_within_the_accounted_distance(text, bound):
     """One example (or all of them) is replaced: by absurd pixels, by none, by its own opposite, by something close.
 
     The accounting of a replaced unit takes twice the bound; the noise covers `SLACK` more.
     """
-    own = client(text)
-    net = deployed(own, EXAMPLES).client
-    base = silent(net, own.params(), EXAMPLES)
+    defended = client(text)
+    net = deployed(defended, EXAMPLES).client
+    base = silent(net, defended.params(), EXAMPLES)
     far = 0.0
     for value in (1e30, -1e30, math.inf, math.nan, 0.0, 3.4e38, 1e-30, 100.0):
         for label in (0, 1, 2):
             inputs, targets = EXAMPLES.inputs.clone(), EXAMPLES.targets.clone()
-            place = slice(None) if text.startswith("user") else 3
-            inputs[place], targets[place] = value, label
-            moved = silent(net, own.params(), Batch(inputs, targets)) - base
+            position = slice(None) if text.startswith("user") else 3
+            inputs[position], targets[position] = value, label
+            moved = silent(net, defended.params(), Batch(inputs, targets)) - base
             assert moved.norm() <= 2 * bound * (1 + SLACK)
             far = max(far, moved.norm().item())
     assert far > bound, "the bound is not merely loose"
@@ -119,7 +121,7 @@ MIXING = {
 @pytest.mark.parametrize("case", MIXING)
 @pytest.mark.parametrize("before", [None, 0.1, math.nan, 3e38])
 @pytest.mark.parametrize("local", [None, Local(batch=8, lr=1.0, epochs=1)])
-def test_examples_that_meet_in_a_forward_pass_or_a_loss_are_clipped_each_alone(case, before, local):
+def test_deployed_clips_each_example_separately(case, before, local):
     """Whatever weights came first: an example's gradient is computed without the others, so it cannot reach theirs."""
     mixing, loss = MIXING[case]
     model, alike = nn.Sequential(mixing, nn.Linear(4, 3)), torch.zeros(8, dtype=torch.long)
@@ -136,23 +138,23 @@ def test_examples_that_meet_in_a_forward_pass_or_a_loss_are_clipped_each_alone(c
         assert moved.norm() <= 2 * 0.1 / 8 * (1 + SLACK)
 
 
-def test_rounding_tells_of_no_other_example_and_not_how_many_there_are():
+def test_deployed_rounding_reveals_neither_examples_nor_their_number():
     """Weights whose large parts cancel make rounding as large as the gradient: it has to be the same in any company."""
     draw = Key(0).generator()
     inputs = torch.rand(40, 300, generator=draw)
     basis = torch.linalg.qr(inputs.T.double())[0]
     large = torch.randn(64, 300, generator=draw, dtype=torch.float64) * 1e8
     model = nn.Sequential(nn.Linear(300, 64), nn.Tanh(), nn.Linear(64, 4))
-    own = parse("dp(clip=1, sigma=1)")(Client(model, local=Local(batch=1, lr=1.0, steps=1, sampling="poisson")))
-    params = own.params() | {"0.weight": (large - large @ basis @ basis.T).float()}
+    defended = parse("dp(clip=1, sigma=1)")(Client(model, local=Local(batch=1, lr=1.0, steps=1, sampling="poisson")))
+    params = defended.params() | {"0.weight": (large - large @ basis @ basis.T).float()}
     labels = torch.arange(40) % 4
     for size in (2, 3, 5, 9, 17):
-        found = []
+        result = []
         for some in (slice(size), slice(size - 1), slice(1, size)):
             each = Batch(inputs[some], labels[some])
-            net = deployed(own, each).client
-            found.append(silent(net, params, each, inclusion=torch.ones(1, len(each.targets))))
-        assert max((found[0] - less).norm() for less in found[1:]) <= 1 + SLACK
+            net = deployed(defended, each).client
+            result.append(silent(net, params, each, inclusion=torch.ones(1, len(each.targets))))
+        assert max((result[0] - less).norm() for less in result[1:]) <= 1 + SLACK
 
 
 class Remembering(nn.Module):
@@ -163,9 +165,9 @@ class Remembering(nn.Module):
         self.layer, self.last = nn.Linear(4, 3), None
 
     def forward(self, x):
-        own = x if self.last is None else x + self.last
-        self.last = own.detach()
-        return self.layer(own)
+        defended = x if self.last is None else x + self.last
+        self.last = defended.detach()
+        return self.layer(defended)
 
 
 class Relative:
@@ -188,7 +190,7 @@ KEEPING = {
 
 @pytest.mark.parametrize("case", KEEPING)
 @pytest.mark.parametrize("local", [None, Local(batch=8, lr=1.0, epochs=1)])
-def test_what_a_model_or_a_loss_keeps_of_an_example_reaches_no_other_one(case, local):
+def test_deployed_model_and_loss_remember_no_example(case, local):
     """Neither in its round nor in the next one: a copy sees each example."""
     model, loss = (make() for make in KEEPING[case])
     net = deployed(parse("dp(clip=0.1, sigma=1)")(Client(model, loss, local=local)), EXAMPLES).client
@@ -202,19 +204,19 @@ def test_what_a_model_or_a_loss_keeps_of_an_example_reaches_no_other_one(case, l
     assert torch.equal(silent(net, params, EXAMPLES), base)
 
 
-def test_a_model_that_cannot_be_copied_is_refused():
+def test_deployed_with_a_model_that_cannot_be_copied_raises():
     model = nn.Linear(4, 3)
     model.lock = Lock()
     with pytest.raises(GradveilError, match="cannot be copied"):
         deployed(parse("dp(clip=0.1, sigma=1)")(Client(model)), EXAMPLES)
 
 
-def test_nothing_is_rounded_between_a_clip_of_each_gradient_and_noise_on_what_is_sent(monkeypatch):
+def test_deployed_rounds_nothing_between_example_clip_and_update_noise(monkeypatch):
     """In half precision the mean would be: an example of 512 could move every entry of it by a step."""
     size, entries = 512, 64
     model = nn.Linear(entries, 1, bias=False).half()
-    own = Client(model, lambda outputs, _: outputs.sum())  # an example is its own gradient
-    net = deployed(parse(f"clip-example(1) + gaussian({1 / size})")(own), EXAMPLES).client
+    defended = Client(model, lambda outputs, _: outputs.sum())  # an example is its own gradient
+    net = deployed(parse(f"clip-example(1) + gaussian({1 / size})")(defended), EXAMPLES).client
     low = torch.full((entries,), 0.1).half()
     inputs = torch.stack([low, low.nextafter(low + 1)]).repeat(size // 2, 1)  # the mean lies between two numbers
     reached = []
@@ -248,22 +250,22 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize("value", [math.nan, None])
 @pytest.mark.parametrize("local", [None, Local(batch=8, lr=1.0, steps=1)])
-def test_an_example_that_fails_counts_as_a_gradient_of_zeros(value, local, caplog):
+def test_deployed_failing_example_counts_as_zeros(value, local, caplog):
     """By a label that the model has no class for, or by a gradient that is no number: the others' stay as they are."""
     net = deployed(client("dp(clip=0.1, sigma=1)", local=local), EXAMPLES).client
     inputs, targets = EXAMPLES.inputs.clone(), EXAMPLES.targets.clone()
     inputs[3], targets[3] = (value, 0) if value else (0.0, 77)
     schedule = {"schedule": torch.arange(8).reshape(1, 8)} if local else {}
-    found = silent(net, net.params(), Batch(inputs, targets), **schedule)
+    result = silent(net, net.params(), Batch(inputs, targets), **schedule)
     rest = Batch(*(torch.cat([part[:3], part[4:]]) for part in EXAMPLES))
     few = deployed(client("dp(clip=0.1, sigma=1)"), rest).client
     expected = silent(few, few.params(), rest) * 7 / 8
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-    assert found.any()
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-4)
+    assert result.any()
     assert "an example's gradient" in caplog.text
 
 
-def test_who_is_not_drawn_is_not_computed():
+def test_deployed_computes_only_drawn_examples():
     local = Local(batch=2, lr=1.0, steps=1, sampling="poisson")
     model = Counting()
     net = deployed(parse("dp(clip=0.1, sigma=1)")(Client(model, local=local)), EXAMPLES).client
@@ -273,7 +275,7 @@ def test_who_is_not_drawn_is_not_computed():
 
 
 @pytest.mark.parametrize("entries", [3, 1000, 100_000])
-def test_rounding_brings_no_two_vectors_further_apart_than_the_slack(entries):
+def test_deployed_rounding_stays_within_the_slack(entries):
     """Vectors at the middle between two points of the grid, moved by C: each entry may round away from the other."""
     bound = 0.37
     grid = Grid.of(bound, entries)
@@ -284,8 +286,8 @@ def test_rounding_brings_no_two_vectors_further_apart_than_the_slack(entries):
     noise = {"w": torch.zeros(entries, dtype=torch.int64)}
     context = Context(params, EXAMPLES)
     draw = Key(entries).generator()
-    for place in (0.5, 0.5 - 1e-6, 0.25):
-        steps = torch.randint(-500, 500, (entries,), generator=draw) + place
+    for position in (0.5, 0.5 - 1e-6, 0.25):
+        steps = torch.randint(-500, 500, (entries,), generator=draw) + position
         one = steps * grid.step
         other = one + bound * torch.sign(torch.randn(entries, generator=draw)) / math.sqrt(entries)
         apart = (
@@ -294,15 +296,15 @@ def test_rounding_brings_no_two_vectors_further_apart_than_the_slack(entries):
         assert apart.norm() <= bound * (1 + SLACK / 2)
 
 
-def test_what_proves_nothing_stays_as_it_is():
+def test_deployed_without_a_guarantee_is_unchanged():
     for text in ("topk(0.1)", "gaussian(0.1)", "clip(1) + laplace(0.1)", "clip(1) + prune(0.5)", "clip-example(1)"):
-        own = client(text)
-        assert deployed(own, EXAMPLES).client is own
+        defended = client(text)
+        assert deployed(defended, EXAMPLES).client is defended
     stranger = Defence("mine", send=chain(clip=ExactClip(1.0), noise=Faint(1.0)))(client("none"))
     assert deployed(stranger, EXAMPLES).client is stranger
 
 
-def test_noises_that_follow_each_other_are_drawn_as_one():
+def test_deployed_consecutive_noises_are_drawn_as_one():
     """Their variances add up; two roundings one after the other would be no function of the sum of the two noises."""
     net = deployed(client("clip-example(1) + gaussian(0.3) + gaussian(0.4)"), EXAMPLES).client
     one, other = (stage for stage in stages(net) if isinstance(stage, Gaussian))
@@ -312,7 +314,7 @@ def test_noises_that_follow_each_other_are_drawn_as_one():
     assert one.noise({"w": torch.zeros(2)})["w"].law == Rounded(one.grid.scale(0.5))
 
 
-def test_each_noise_of_two_mechanisms_has_a_grid_of_its_own():
+def test_deployed_mechanisms_have_separate_grids():
     net = deployed(client("dp(clip=1, sigma=1) + user-dp(clip=2, sigma=0.5)"), EXAMPLES).client
     clip, first, second_clip, second = stages(net)
     assert isinstance(clip, ExactClip)
@@ -322,27 +324,27 @@ def test_each_noise_of_two_mechanisms_has_a_grid_of_its_own():
     assert (first.grid, second.grid) == (Grid.of(1 / 8, entries), Grid.of(2.0, entries))
 
 
-def test_a_clip_that_shrinks_has_the_grid_of_its_round():
-    own = client("fed-cdp(clip=1, sigma=1, decay=0.5)")
-    first, third = (stages(deployed(scheduled(own, number), EXAMPLES).client)[1] for number in (0, 2))
+def test_deployed_decaying_clip_has_the_grid_of_its_round():
+    defended = client("fed-cdp(clip=1, sigma=1, decay=0.5)")
+    first, third = (stages(deployed(scheduled(defended, number), EXAMPLES).client)[1] for number in (0, 2))
     assert third.std == first.std / 4
     assert third.grid.step == first.grid.step / 4
-    assert third.noise(own.params()) == first.noise(own.params())
+    assert third.noise(defended.params()) == first.noise(defended.params())
 
 
-def test_other_noise_between_clip_and_grid_is_said_to_prove_nothing():
+def test_deployed_other_noise_before_the_grid_has_no_guarantee():
     """A sum with floating point numbers is rounded before the grid: by how much depends on the update."""
-    found = deployed(client("clip(1) + laplace(0.1) + gaussian(0.5)"), EXAMPLES)
-    assert found.without == "noise in floating point ('noise') comes before the noise that counts"
+    result = deployed(client("clip(1) + laplace(0.1) + gaussian(0.5)"), EXAMPLES)
+    assert result.without == "noise in floating point ('noise') comes before the noise that counts"
 
 
-def test_the_noise_is_as_large_as_the_simulated_one_and_the_slack_more():
-    own = client("dp(clip=1, sigma=2)")
-    net, params = deployed(own, EXAMPLES).client, own.params()
+def test_deployed_noise_is_the_simulated_one_plus_the_slack():
+    defended = client("dp(clip=1, sigma=2)")
+    net, params = deployed(defended, EXAMPLES).client, defended.params()
     centre, sent = silent(net, params, EXAMPLES), []
     with torch.no_grad():
         for _ in range(200):
-            update, _ = drawn_update(net, params, EXAMPLES, SecretKey(), own.init(params))
+            update, _ = drawn_update(net, params, EXAMPLES, SecretKey(), defended.init(params))
             sent.append(torch.cat([value.flatten() for value in update.values()]) - centre)
     values = torch.stack(sent).flatten()
     std = 2 / 8 * (1 + SLACK)
@@ -374,7 +376,7 @@ def sent_and_neighbours(stage, key):
     return stage.apply({"w": true}, {}, noise, Context({"w": true}, EXAMPLES))[0]["w"], true, other
 
 
-def test_floating_point_noise_tells_the_true_update_from_a_neighbour():
+def test_floating_point_noise_distinguishes_neighbours():
     """The control: what simulations add must not leave a client."""
     sent, true, other = sent_and_neighbours(Gaussian(STD), Key(1))
     right, wrong = on_the_lattice(sent, true, STD), on_the_lattice(sent, other, STD)
@@ -383,7 +385,7 @@ def test_floating_point_noise_tells_the_true_update_from_a_neighbour():
     assert sum(wrong) < 0.3 * len(wrong)
 
 
-def test_noise_on_the_grid_tells_nothing_of_which_update_it_was_added_to():
+def test_deployed_noise_on_the_grid_does_not_distinguish_neighbours():
     """The same search finds as much for a neighbour, and all that is sent are whole steps, whatever was rounded."""
     grid = Grid.of(1.0, ENTRIES)
     sent, true, other = sent_and_neighbours(LatticeGaussian(STD, grid=grid), SecretKey())

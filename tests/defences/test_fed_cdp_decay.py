@@ -25,14 +25,14 @@ FADING, BATCH = "fed-cdp(clip=0.8, sigma=0.5, decay=0.9)", draw_batch(Key(0))
 
 @pytest.mark.parametrize("number", [0, 1, 7])
 @pytest.mark.parametrize("local", [None, Local(2, 0.3, steps=3)])
-def test_a_round_is_that_of_a_fixed_clip_that_is_shorter(number: int, local: Local | None):
+def test_decay_round_equals_a_fixed_smaller_clip(number: int, local: Local | None):
     plain = Client(Tiny(), local=local)
     fading, fixed = parse(FADING)(plain), parse(f"fed-cdp(clip={0.8 * 0.9**number!r}, sigma=0.5)")(plain)
     params, batch, noise, _ = draw(fading)
-    found, wanted = (client.update(params, batch, noise, {})[0] for client in (scheduled(fading, number), fixed))
-    torch.testing.assert_close(found, wanted)
+    result, wanted = (client.update(params, batch, noise, {})[0] for client in (scheduled(fading, number), fixed))
+    torch.testing.assert_close(result, wanted)
     same = fading.update(params, batch, noise, {})[0]
-    assert all(torch.equal(same[name], found[name]) for name in found) == (number == 0)
+    assert all(torch.equal(same[name], result[name]) for name in result) == (number == 0)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Thinning(Magnitude):
         return Magnitude(1 - (1 - self.ratio) / (number + 1))
 
 
-def test_a_schedule_is_kept_within_error_feedback():
+def test_decay_works_within_error_feedback():
     client = Client(Tiny(), send=chain(prune=Feedback(Thinning(0.5))))
     params, batch, noise, state = draw(client)
     later, _ = scheduled(client, 4).update(params, batch, noise, state)
@@ -51,7 +51,7 @@ def test_a_schedule_is_kept_within_error_feedback():
     torch.testing.assert_close(later, wanted, rtol=0, atol=0)
 
 
-def test_every_round_promises_what_the_first_does():
+def test_decay_keeps_the_guarantee_of_each_round():
     fixed, fading = (parse(text)(Client(Tiny())) for text in ("fed-cdp(clip=0.8, sigma=0.5)", FADING))
     (wanted,) = examine(fixed, BATCH).mechanisms
     assert examine(fading, BATCH).mechanisms == (wanted,)
@@ -65,7 +65,7 @@ def test_every_round_promises_what_the_first_does():
 def least(client: Client) -> float:
     """The least noise multiplier of any round, from each round's own clip and noise; infinite without a mechanism."""
     rounds = (examine(scheduled(client, number), BATCH).mechanisms for number in range(150))
-    return min((found.multiplier for of_round in rounds for found in of_round), default=math.inf)
+    return min((result.multiplier for of_round in rounds for result in of_round), default=math.inf)
 
 
 def built(noise: Gaussian, *clips: Clip) -> Client:
@@ -86,26 +86,26 @@ def clip(norm: float, decay: float = 1.0) -> Clip:
         (built(FadingNoise(2.0, "sum", decay=0.99), clip(1.0, 0.9)), False),
     ],
 )
-def test_no_round_is_promised_more_than_it_has(client: Client, exact: bool):
-    found = examine(client, BATCH).mechanisms
+def test_decay_rounds_never_overstate_the_guarantee(client: Client, exact: bool):
+    result = examine(client, BATCH).mechanisms
     if exact:
-        (mechanism,) = found
+        (mechanism,) = result
         assert mechanism.multiplier == pytest.approx(least(client), rel=1e-9)
     else:  # a schedule of its own: nothing is said, which is not too much
-        assert found == ()
+        assert result == ()
 
 
-def test_noise_that_shrinks_alone_promises_nothing():
+def test_decay_of_noise_alone_has_no_guarantee():
     client = built(FadingNoise(2.0, "sum", decay=0.9), clip(1.0))
     assert least(client) < 1e-5
     assert examine(client, BATCH).promise() == NOTHING
 
 
-def test_a_training_follows_it_and_proves_as_much():
+def test_decay_training_keeps_the_guarantee():
     fading, fixed = (federation(f"fed-cdp(clip=1, sigma=0.5{more})") for more in (", decay=0.5", ""))
     standing = fading.start()
     third = fading.local_update(standing, 0, 3)[0]
-    heard, _ = fading.heard(standing, (0,), 3)
+    heard, _ = fading.announced(standing, (0,), 3)
     clipped = dict(heard.step)["clip"]  # pyright: ignore
     assert (clipped.norm, type(clipped)) == (0.25, Clip)
     again = fading.local_update(standing, 0, 3, heard)[0]
@@ -117,7 +117,7 @@ def test_a_training_follows_it_and_proves_as_much():
     assert guarantee(fading, 3, 1e-5) == guarantee(fixed, 3, 1e-5)
 
 
-def test_attackers_know_the_round_that_they_see():
+def test_decay_attack_uses_the_clip_of_its_round():
     experiment, trial, client = opened(
         "fed-cdp(clip=0.01, sigma=0.1, decay=0.5)", "wiig(rounds=all, tv=0, objective=l2)", rounds=3
     )
@@ -133,18 +133,18 @@ def test_attackers_know_the_round_that_they_see():
     assert bool((value(1) > 1e-6).all())
 
 
-def test_the_bound_takes_each_round_as_it_is():
+def test_decay_bound_uses_the_noise_of_each_round():
     """Clip and noise shrink together, so that a long gradient tells as much as it did in the first round."""
-    told = {}
+    problem = {}
     for text in ("fed-cdp(clip=1e-4, sigma=1, decay=0.5)", "fed-cdp(clip=1e-4, sigma=1)", "gaussian(1e-4)"):
         experiment, trial, client = opened(text, rounds=3, server_lr=0.0, model={"name": "lenet-zhu"})
         seen, truth = observe(experiment, trial, client, range(2))
-        told[text] = leaked(experiment, 0, client, seen, truth)[0]["nats"]
-    fading, fixed, _ = told.values()
+        problem[text] = leaked(experiment, 0, client, seen, truth)[0]["nats"]
+    fading, fixed, _ = problem.values()
     torch.testing.assert_close(fading, fixed, rtol=1e-4, atol=0)
 
 
-def test_a_growing_schedule_is_refused():
+def test_decay_above_one_raises():
     for text in ("fed-cdp(decay=1.5)", "fed-cdp(decay=0)"):
         with pytest.raises(GradveilError, match="decay"):
             parse(text)

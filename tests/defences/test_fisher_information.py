@@ -27,7 +27,7 @@ MEAN = torch.full((1, 8, 8), 0.5).double()
 PROBES = torch.randn(3, *BATCH.inputs.shape, generator=Key(1).generator(), dtype=torch.float64)
 
 
-def told(client: Client, batch: Batch = BATCH, probes: torch.Tensor = PROBES):
+def information_of(client: Client, batch: Batch = BATCH, probes: torch.Tensor = PROBES):
     params = client.params()
     noise = client.noise_spec(params, batch).sample(Key(2))
     return information(sight(client, len(batch.targets)), params, batch, noise, probes, MEAN)
@@ -37,8 +37,8 @@ def exact(clean: Client, batch: Batch = BATCH, probes: torch.Tensor = PROBES, pa
     """||J v||^2 from the whole Jacobian, and ||g(x) - g(mean)||^2."""
     params = params or clean.params()
 
-    def gradient(own: Batch):
-        return clean.update(params, own, noise, clean.init(params))[0]
+    def gradient(examples: Batch):
+        return clean.update(params, examples, noise, clean.init(params))[0]
 
     products = jacobian(gradient, batch) @ probes.flatten(1).mT
     away = tmap(torch.sub, gradient(batch), gradient(Batch(MEAN.expand_as(batch.inputs), batch.targets)))
@@ -58,19 +58,19 @@ def exact(clean: Client, batch: Batch = BATCH, probes: torch.Tensor = PROBES, pa
         ("gaussian(0.1) + quantise + prune(0.5, feedback=true)", "none", 0.01, 0.01),
     ],
 )
-def test_one_gradient(text, clean, variance, normal):
-    found = told(parse(text)(PLAIN))
+def test_information_of_one_gradient_equals_the_formula(text, clean, variance, normal):
+    result = information_of(parse(text)(PLAIN))
     squares, away = exact(parse(clean)(PLAIN))
-    torch.testing.assert_close(found.along, squares / variance)
-    torch.testing.assert_close(found.nats, away / (2 * normal))
+    torch.testing.assert_close(result.along, squares / variance)
+    torch.testing.assert_close(result.nats, away / (2 * normal))
 
 
 @pytest.mark.parametrize(("text", "variance"), [("laplace(0.1)", 0.01), ("laplace(0.1) + gaussian(0.01)", 0.0101)])
-def test_laplace_noise(text: str, variance: float):
+def test_information_of_laplace_noise_equals_the_formula(text: str, variance: float):
     """The mutual information is at most the divergence of the noise at g(x) from that at g(mean), entry by entry."""
-    found = told(parse(text)(PLAIN))
+    result = information_of(parse(text)(PLAIN))
     squares, _ = exact(PLAIN)
-    torch.testing.assert_close(found.along, squares / variance)
+    torch.testing.assert_close(result.along, squares / variance)
     g, centre = (
         PLAIN.update(PLAIN.params(), Batch(inputs, BATCH.targets), {}, {})[0]
         for inputs in (BATCH.inputs, MEAN.expand_as(BATCH.inputs))
@@ -78,29 +78,29 @@ def test_laplace_noise(text: str, variance: float):
     moved = torch.cat([(value - centre[name]).flatten() for name, value in g.items()]).numpy()[:, None]
     law, y = laplace(scale=0.1), np.linspace(-2, 2, 8001)
     nats = (law.pdf(y) * (law.logpdf(y) - law.logpdf(y - moved))).sum() * (y[1] - y[0])
-    assert float(found.nats) == pytest.approx(nats, rel=1e-4)
+    assert float(result.nats) == pytest.approx(nats, rel=1e-4)
 
 
-def test_a_sum_of_laplace_noises_has_no_such_number():
-    assert bool(told(parse("laplace(0.1)")(replace(PLAIN, members=2))).nats.isinf())
+def test_information_of_a_sum_of_laplace_noises_is_an_obstacle():
+    assert bool(information_of(parse("laplace(0.1)")(replace(PLAIN, members=2))).nats.isinf())
 
 
-def test_the_members_of_a_sum_hide_each_other():
+def test_information_decreases_with_members_of_a_sum():
     two = replace(PLAIN, members=2)
-    found = told(parse("gaussian(0.1)")(two))
+    result = information_of(parse("gaussian(0.1)")(two))
     squares, away = exact(two)
-    torch.testing.assert_close(found.along, squares / (0.01 / 2))
-    torch.testing.assert_close(found.nats, away / (0.01 / 2) / 2)
+    torch.testing.assert_close(result.along, squares / (0.01 / 2))
+    torch.testing.assert_close(result.nats, away / (0.01 / 2) / 2)
 
 
-def test_noise_on_what_local_training_sends():
+def test_information_of_noise_on_local_training_equals_the_formula():
     client = parse("gaussian(0.1)")(TRAINED)
     schedule = client.noise_spec(client.params(), BATCH).sample(Key(2))["schedule"]
     squares, _ = exact(TRAINED, schedule=schedule)
-    torch.testing.assert_close(told(client).along, squares / 0.01)
+    torch.testing.assert_close(information_of(client).along, squares / 0.01)
 
 
-def test_noise_in_every_step_counts_every_step_at_the_parameters_reached():
+def test_information_sums_over_noisy_steps():
     client = parse("dp(clip=0.3, sigma=2)")(TRAINED)
     params = client.params()
     noise = client.noise_spec(params, BATCH).sample(Key(2))
@@ -115,13 +115,13 @@ def test_noise_in_every_step_counts_every_step_at_the_parameters_reached():
         noisy = {n: value + 0.3 * select(noise, "step.noise")[n][t] for n, value in sent.items()}
         velocity = {n: noisy[n] + 0.5 * velocity[n] for n in noisy} if t else noisy
         now = {n: now[n] - 0.3 * velocity[n] for n in now}
-    found = told(client)
-    torch.testing.assert_close(found.along, total)
-    torch.testing.assert_close(found.nats, nats)
+    result = information_of(client)
+    torch.testing.assert_close(result.along, total)
+    torch.testing.assert_close(result.nats, nats)
 
 
 @pytest.mark.parametrize("model", ["keylock", "cvb + dropout"])
-def test_what_is_random_in_the_model_is_known(model):
+def test_information_treats_model_noise_as_known(model):
     """A key is drawn once; masks and samples are drawn in every step, which has them in front."""
     client = parse(f"dp(clip=0.3, sigma=2) + {model}")(Client(Tiny(), local=Local(B, 0.3, steps=1)))
     noise = client.noise_spec(client.params(), BATCH).sample(Key(2))
@@ -132,9 +132,9 @@ def test_what_is_random_in_the_model_is_known(model):
     squares, away = exact(
         clean, Batch(BATCH.inputs[rows], BATCH.targets[rows]), PROBES[:, rows], client.params(), **drawn
     )
-    found = told(client)
-    torch.testing.assert_close(found.along, squares / (0.6 / B) ** 2)
-    torch.testing.assert_close(found.nats, away / (0.6 / B) ** 2 / 2)
+    result = information_of(client)
+    torch.testing.assert_close(result.along, squares / (0.6 / B) ** 2)
+    torch.testing.assert_close(result.nats, away / (0.6 / B) ** 2 / 2)
 
 
 class Functional(nn.Module):
@@ -151,18 +151,18 @@ class Functional(nn.Module):
         return self.outer(F.relu(self.inner(x.flatten(1))))
 
 
-def test_where_the_gradient_jumps_derivatives_say_nothing():
+def test_information_of_a_discontinuous_gradient_is_an_obstacle():
     listed = nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.ReLU(), nn.Linear(3, 3)).double()
     for model in (listed, Functional()):
-        found = told(parse("gaussian(0.1)")(Client(model)))
-        assert bool(found.along.isnan().all())
-        assert float(found.nats) > 0
+        result = information_of(parse("gaussian(0.1)")(Client(model)))
+        assert bool(result.along.isnan().all())
+        assert float(result.nats) > 0
 
 
 @pytest.mark.parametrize(
     "text", ["gaussian(0.1)", "dp(clip=1, sigma=1) + cvb + dropout + prune(0.5)", "laplace(1) + clip(1)"]
 )
-def test_no_obstacle(text):
+def test_information_of_supported_defences_has_no_obstacle(text):
     assert obstacle(parse(text)(PLAIN), BATCH) is None
 
 
@@ -171,29 +171,29 @@ FRAMED = replace(PLAIN, domain=Domain(ImageSpace((1, 8, 8)), 3))
 
 
 @pytest.mark.parametrize("text", MIXING)
-def test_a_mixture_is_looked_through_with_its_coefficients_known(text):
+def test_information_of_a_mixture_uses_its_coefficients(text):
     client = parse(f"{text} + gaussian(0.1)")(FRAMED)
     assert obstacle(client, BATCH) is None
     noise = client.noise_spec(client.params(), BATCH).sample(Key(2))
     squares, away = exact(parse(text)(FRAMED), **{n: v for n, v in noise.items() if n.startswith("batch.")})
     plain, _ = exact(FRAMED)
-    found = told(client)
-    torch.testing.assert_close(found.along, squares / 0.01)
-    torch.testing.assert_close(found.nats, away / 0.02)
+    result = information_of(client)
+    torch.testing.assert_close(result.along, squares / 0.01)
+    torch.testing.assert_close(result.nats, away / 0.02)
     assert not torch.allclose(squares, plain)
 
 
-def test_mixing_with_obstacles():
+def test_information_of_some_mixtures_is_an_obstacle():
     """Steps of one value have no derivative; mixtures of the epochs are not followed through noisy steps."""
     assert "no derivative" in (obstacle(parse("ats + gaussian(0.1)")(FRAMED), BATCH) or "")
-    own = Defence("own", batch=(type("Own", (LabelSmoothing,), {"smooth": False})(0.1),)) + parse("gaussian(0.1)")
-    assert "Own changes the batch and does not declare (smooth = True)" in (obstacle(own(FRAMED), BATCH) or "")
+    examples = Defence("own", batch=(type("Own", (LabelSmoothing,), {"smooth": False})(0.1),)) + parse("gaussian(0.1)")
+    assert "Own changes the batch and does not declare (smooth = True)" in (obstacle(examples(FRAMED), BATCH) or "")
     trained = replace(FRAMED, local=TRAINED.local)
     assert "mixed at random" in (obstacle(parse("mixup + dp(sigma=1)")(trained), BATCH) or "")
     for text in ("mixup + gaussian(1)", "label-smoothing + dp(sigma=1)"):
         client = parse(text)(trained)
         assert obstacle(client, BATCH) is None
-        assert bool(torch.isfinite(told(client).along).all())
+        assert bool(torch.isfinite(information_of(client).along).all())
 
 
 class Odd(Transform):
@@ -206,7 +206,7 @@ class Odd(Transform):
 
 
 @pytest.mark.parametrize(
-    ("defence", "said"),
+    ("defence", "message"),
     [
         ("none", "no noise is added"),
         ("prune(0.9)", "no noise is added"),
@@ -217,18 +217,18 @@ class Odd(Transform):
         (Defence("odd", step=chain(odd=Odd()), send=chain(clip=Clip(1.0), noise=Gaussian(1.0))), "'odd' comes before"),
     ],
 )
-def test_obstacles(defence, said):
+def test_information_obstacles_name_their_reason(defence, message):
     built = parse(defence) if isinstance(defence, str) else defence
-    assert said in (obstacle(built(PLAIN), BATCH) or "")
+    assert message in (obstacle(built(PLAIN), BATCH) or "")
 
 
-def test_sums_of_local_training_with_noise_in_each_step_have_no_bound():
+def test_information_of_summed_noisy_local_training_is_an_obstacle():
     pair = replace(TRAINED, members=2)
     assert "are summed" in (obstacle(parse("dp(sigma=1)")(pair), BATCH) or "")
     assert obstacle(parse("user-dp")(pair), BATCH) is None
 
 
-def test_a_lock_that_is_trained_between_noisy_steps_is_an_obstacle():
+def test_information_with_a_lock_trained_between_steps_is_an_obstacle():
     assert "trained between noisy steps" in (obstacle(parse("dp(sigma=1) + keylock(width=4)")(TRAINED), BATCH) or "")
     for text, client in (("dp(sigma=1) + keylock(width=4)", PLAIN), ("user-dp + keylock(width=4)", TRAINED)):
         assert obstacle(parse(text)(client), BATCH) is None

@@ -31,18 +31,18 @@ CANONICAL = {
 
 
 @pytest.mark.parametrize("text", CANONICAL)
-def test_name_is_the_canonical_text(text: str):
+def test_parse_name_is_the_canonical_text(text: str):
     defence = parse(text)
     assert defence.name == CANONICAL[text]
 
 
 @pytest.mark.parametrize("text", [*CANONICAL, *TEXTS])
-def test_canonical_text_reads_as_the_same_defence(text: str):
+def test_parse_canonical_text_round_trips(text: str):
     defence = parse(text)
     assert parse(defence.name) == defence
 
 
-def test_parts_are_what_the_text_says():
+def test_parse_parts_match_the_text():
     assert parse("none") == NONE
     assert dict(parse("dp(clip=2, sigma=0.5)").step.stages) == {"clip": Clip(2, True), "noise": Gaussian(1.0, "sum", 2)}
     assert dict(parse("topk(keep=0.9)").send.stages) == {"prune": Magnitude(0.1)}
@@ -100,24 +100,24 @@ ONE = {
 
 
 @pytest.mark.parametrize("text", ONE)
-def test_mistake_is_shown_at_its_character(text: str):
-    place, what, remedy = ONE[text]
+def test_parse_error_marks_the_character(text: str):
+    position, evidence, remedy = ONE[text]
     with pytest.raises(GradveilError) as caught:
         parse(text)
     (problem,) = caught.value.problems
-    assert problem.where == f"defence, character {place}"
-    assert what in problem.what
+    assert problem.where == f"defence, character {position}"
+    assert evidence in problem.what
     assert remedy in problem.remedy
     _, line, caret, *_ = problem.what.split("\n")
     assert line == f"    {text}"
-    assert caret.index("^") == 4 + place - 1
+    assert caret.index("^") == 4 + position - 1
 
 
-def test_all_mistakes_are_reported_at_once():
+def test_parse_reports_every_mistake():
     with pytest.raises(GradveilError) as caught:
         parse("dp(clp=1, sigma=-1) + purne(0.5) + prune + dropout(p=2, q=1) + ")
-    places = [int(problem.where.split()[-1]) for problem in caught.value.problems]
-    assert places == [4, 17, 23, 36, 54, 57, 63]
+    positions = [int(problem.where.split()[-1]) for problem in caught.value.problems]
+    assert positions == [4, 17, 23, 36, 54, 57, 63]
 
 
 PIECES = [
@@ -150,10 +150,10 @@ def read(text: str) -> tuple[Defence | None, list[Problem]]:
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
-def test_any_text_is_a_defence_or_a_clear_error(text: str):
-    defence, found = read(text)
-    assert (defence is None) == bool(found)
-    assert all(1 <= int(problem.where.split()[-1]) <= len(text) + 1 for problem in found)
+def test_parse_any_text_returns_a_defence_or_raises(text: str):
+    defence, result = read(text)
+    assert (defence is None) == bool(result)
+    assert all(1 <= int(problem.where.split()[-1]) <= len(text) + 1 for problem in result)
     assert defence is None or parse(defence.name) == defence
 
 
@@ -203,7 +203,7 @@ def test_whole_numbers_are_whole_however_they_are_written(text: str, setting: st
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("standin(optimiser=adagrad, beta2=0.9)", "standin.beta2: changes nothing: Adagrad averages nothing"),
         ("adgp(voters=7)", "adgp.voters: changes nothing"),
@@ -212,7 +212,7 @@ def test_whole_numbers_are_whole_however_they_are_written(text: str, setting: st
         ("optimal-prune(0.5, batches=4)", "optimal-prune.batches: changes nothing"),
     ],
 )
-def test_settings_that_would_change_nothing_are_refused(text: str, said: str):
-    with pytest.raises(GradveilError, match=said):
+def test_settings_that_would_change_nothing_are_refused(text: str, message: str):
+    with pytest.raises(GradveilError, match=message):
         parse(text)
     parse("standin(optimiser=adagrad, beta2=0.9, variant=published_code) + adgp(selection=vote, voters=7)")

@@ -61,7 +61,7 @@ def filled(kind: str, name: str, shape: tuple[int, ...]) -> Tensor:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", ["drawn", "zeros", "ties", "equal"])
-def test_every_stage_takes_every_shape(stage: str, kind: str):
+def test_every_stage_accepts_every_shape(stage: str, kind: str):
     transform = STAGES[stage]
     shapes = FILLED if isinstance(transform, Outpost) else SHAPES  # it needs the variance of a layer's weights
     params = {name: filled("drawn", name, shape) for name, shape in shapes.items()}

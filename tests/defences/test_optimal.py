@@ -15,7 +15,7 @@ from tests.defences.optimal_defence_cases import context_of, flat, relu_net, sca
 from tests.laws.cases import CLIENTS, B, T, Tiny, draw, draw_batch
 
 
-def test_variances_follow_the_ratio_and_have_the_mean_that_was_asked_for():
+def test_optimal_noise_variances_follow_the_ratio_with_the_set_mean():
     defence = OptimalNoise(0.3)
     g, probe, context, rows = setting(defence)
     scale = flat(scales(defence, g, probe, context))
@@ -25,7 +25,7 @@ def test_variances_follow_the_ratio_and_have_the_mean_that_was_asked_for():
     assert scale.max() > 10 * scale.min()
 
 
-def test_noise_has_the_variances_it_says():
+def test_optimal_noise_has_its_declared_variances():
     client = parse("optimal-noise(0.3)")(CLIENTS["gradient"])
     params, batch, noise, _ = draw(client)
     context = context_of(client, batch)
@@ -39,62 +39,62 @@ def test_noise_has_the_variances_it_says():
     units = torch.cat(rows).sort().values
     assert len(units) == 60 * flat(plain).numel()
     expected = torch.special.ndtr(units)
-    place = torch.linspace(0, 1, len(units), dtype=torch.float64)
-    assert float((expected - place).abs().max()) < 1.63 / len(units) ** 0.5, "Kolmogorov-Smirnov at 1 %"
+    position = torch.linspace(0, 1, len(units), dtype=torch.float64)
+    assert float((expected - position).abs().max()) < 1.63 / len(units) ** 0.5, "Kolmogorov-Smirnov at 1 %"
 
 
-def test_no_other_noise_tells_less_at_the_same_utility():
+def test_optimal_noise_minimises_information_at_equal_utility():
     """s_i^2 = lambda ||dg_i/dx|| / |g_i| minimises sum_i ||dg_i/dx||^2 / s_i^2 where sum_i g_i^2 s_i^2 is given."""
     defence = OptimalNoise(0.3)
     g, probe, context, rows = setting(defence)
     worth, best = flat(g).square(), flat(scales(defence, g, probe, context)).square()
 
-    def told(variances: Tensor) -> Tensor:
+    def revealed(variances: Tensor) -> Tensor:
         same = variances * (worth @ best) / (worth @ variances)
         return (rows.square() / same).sum()
 
-    smallest = told(best)
-    isotropic = told(torch.ones_like(best))
+    smallest = revealed(best)
+    isotropic = revealed(torch.ones_like(best))
     assert isotropic > 1.5 * smallest
     generator = Key(5).generator()
     for size in (0.01, 0.1, 1.0):
         for _ in range(300):
             other = best * (size * torch.randn(best.shape, generator=generator, dtype=best.dtype)).exp()
-            assert told(other) > smallest
+            assert revealed(other) > smallest
 
 
-def test_units_that_are_off_get_no_noise_and_spend_no_variance():
+def test_optimal_noise_skips_dead_units():
     defence = OptimalNoise(0.3)
     g, probe, context, _ = setting(defence, relu_net())
-    found = scales(defence, g, probe, context)
-    assert not found["1.weight"][:2].any()
-    assert not found["3.weight"][:, :2].any()
-    assert bool((found["1.weight"][2:] > 0).any())
-    torch.testing.assert_close(flat(found).square().mean(), torch.tensor(0.09).double())
+    result = scales(defence, g, probe, context)
+    assert not result["1.weight"][:2].any()
+    assert not result["3.weight"][:, :2].any()
+    assert bool((result["1.weight"][2:] > 0).any())
+    torch.testing.assert_close(flat(result).square().mean(), torch.tensor(0.09).double())
 
 
-def test_a_gradient_of_zero_that_depends_on_the_inputs_is_capped():
+def test_optimal_noise_caps_zero_gradients_that_depend_on_inputs():
     defence = OptimalNoise(1.0)
     g, probe, context, _ = setting(defence)
     g = {name: value.clone() for name, value in g.items()}
     g["head.bias"][0] = 0.0
-    found = scales(defence, g, probe, context)
-    assert bool(flat(found).isfinite().all())
+    result = scales(defence, g, probe, context)
+    assert bool(flat(result).isfinite().all())
     count = flat(g).numel()
-    assert 0.9 * count < float(found["head.bias"][0]) ** 2 <= count, "one entry at the cap takes most of the variance"
+    assert 0.9 * count < float(result["head.bias"][0]) ** 2 <= count, "one entry at the cap takes most of the variance"
 
 
-def test_layerwise_noise_has_one_scale_a_parameter():
+def test_optimal_noise_layerwise_has_one_scale_per_parameter():
     defence = OptimalNoise(0.3, layerwise=True)
     g, probe, context, rows = setting(defence)
-    found = scales(defence, g, probe, context)
+    result = scales(defence, g, probe, context)
     parts = torch.split(rows, [value.numel() for value in g.values()])
     ratio = torch.cat([(r.norm() / v.norm()).expand(v.numel()) for r, v in zip(parts, g.values(), strict=True)])
-    torch.testing.assert_close(flat(found), 0.3 * (ratio / ratio.mean()).sqrt())
-    assert len({float(value) for value in flat(found)}) == len(g)
+    torch.testing.assert_close(flat(result), 0.3 * (ratio / ratio.mean()).sqrt())
+    assert len({float(value) for value in flat(result)}) == len(g)
 
 
-def test_clamped_entries_get_no_noise():
+def test_optimal_noise_skips_clamped_entries():
     defence = OptimalNoise(0.3, clamp=0.05)
     g, probe, context, _ = setting(defence)
     noise = {"probe": probe, **{f"normal.{name}": torch.ones_like(value) for name, value in g.items()}}
@@ -111,14 +111,14 @@ def test_clamped_entries_get_no_noise():
     torch.testing.assert_close(only, tmap(lambda value: value.clamp(-0.05, 0.05), g), rtol=0, atol=0)
 
 
-def test_an_attacker_may_pin_the_scales_or_compute_them():
+def test_optimal_noise_attack_may_pin_or_compute_scales():
     client = parse("optimal-noise(0.3)")(CLIENTS["gradient"])
     params, batch, noise, _ = draw(client)
     sent, _ = client.update(params, batch, noise, {})
     context = context_of(client, batch)
     plain = context.gradient(batch)
-    found = scales(OptimalNoise(0.3), plain, noise["send.noise.probe"], context)
-    pinned = {f"send.noise.scale.{name}": value for name, value in found.items()}
+    result = scales(OptimalNoise(0.3), plain, noise["send.noise.probe"], context)
+    pinned = {f"send.noise.scale.{name}": value for name, value in result.items()}
     assert set(client.intermediates(params)) == set(pinned)
     drawn = {name: value for name, value in noise.items() if "probe" not in name}
     torch.testing.assert_close(client.update(params, batch, {**drawn, **pinned}, {})[0], sent)
@@ -129,7 +129,7 @@ def test_an_attacker_may_pin_the_scales_or_compute_them():
     )
 
 
-def test_each_local_step_has_its_own_probes():
+def test_optimal_noise_draws_probes_per_local_step():
     """In the step slot the norms are those of each local gradient, and probes are shaped like a step's batch."""
     defence = Defence("mine", step=chain(noise=OptimalNoise(0.1, probes=3)))
     client = defence(CLIENTS["sgd"])
@@ -142,7 +142,7 @@ def test_each_local_step_has_its_own_probes():
     assert select(draw(whole)[2], "send.noise")["probe"].shape == (3, B, *Tiny.input_shape)
 
 
-def test_together_with_noise_before_it():
+def test_optimal_noise_combines_with_earlier_noise():
     client = parse("optimal-prune(0.5) + gaussian(0.1)")(CLIENTS["gradient"])
     params, batch, noise, state = draw(client)
     assert {"send.prune.probe", "send.noise.head.bias"} <= set(noise)
@@ -150,17 +150,17 @@ def test_together_with_noise_before_it():
     assert int((sent == 0).sum()) == len(sent) // 2
 
 
-def test_wrong_settings_and_places_are_refused():
+def test_optimal_noise_with_invalid_settings_or_position_raises():
     with pytest.raises(GradveilError) as caught:
         OptimalNoise(-1.0, probes=0, layerwise=2, clamp=0.0, of="pixel", every=0, memory=1.0)
-    places = [problem.where for problem in caught.value.problems]
-    assert places == [
+    positions = [problem.where for problem in caught.value.problems]
+    assert positions == [
         f"optimal-noise.{name}" for name in ("std", "probes", "layerwise", "clamp", "of", "every", "memory")
     ]
     with pytest.raises(GradveilError) as caught:
         OptimalPruning(1.0, "row", probes=1.5, mixed=2, std=-1.0, of="pixel", every=0, memory=1.0)
-    places = [problem.where for problem in caught.value.problems]
-    assert places == [
+    positions = [problem.where for problem in caught.value.problems]
+    assert positions == [
         f"optimal-prune.{name}" for name in ("ratio", "scope", "probes", "mixed", "std", "of", "every", "memory")
     ]
     with pytest.raises(GradveilError, match="draws noise"):

@@ -13,22 +13,22 @@ from tests.defences.optimal_defence_cases import flat, relu_net, setting
 
 
 @pytest.mark.parametrize("scope", ["global", "layer"])
-def test_pruning_keeps_what_is_worth_most_for_what_it_tells(scope):
+def test_optimal_prune_keeps_the_best_utility_per_information(scope):
     defence = OptimalPruning(0.7, scope)
     g, probe, context, rows = setting(defence)
     sent, _ = defence.apply(g, {}, {"probe": probe}, context)
     worth = flat(g).abs() / rows
     sizes = [value.numel() for value in g.values()] if scope == "layer" else [flat(g).numel()]
-    for kept, own in zip(torch.split(flat(sent) != 0, sizes), torch.split(worth, sizes), strict=True):
-        removed = int(0.7 * len(own) + 1e-9)
-        assert int(kept.sum()) == len(own) - removed
-        assert own[kept].min() > own[~kept].max() if removed else bool(kept.all())
+    for selected, custom in zip(torch.split(flat(sent) != 0, sizes), torch.split(worth, sizes), strict=True):
+        removed = int(0.7 * len(custom) + 1e-9)
+        assert int(selected.sum()) == len(custom) - removed
+        assert custom[selected].min() > custom[~selected].max() if removed else bool(selected.all())
     torch.testing.assert_close(flat(sent)[flat(sent) != 0], flat(g)[flat(sent) != 0], rtol=0, atol=0)
     by_size = parse(f"prune(0.7, scope={scope})").send.apply(g, {}, {}, context)[0]
     assert not torch.equal(flat(by_size) != 0, flat(sent) != 0)
 
 
-def test_pruned_update_tells_less_than_by_magnitude_for_its_utility():
+def test_optimal_prune_reveals_less_than_magnitude_at_equal_utility():
     """Among all that is kept, the information sum ||dg_i/dx||^2 for the utility sum g_i^2 is the smallest."""
     g, _, context, _ = setting(OptimalPruning(0.5))
     probe = OptimalPruning(0.5, probes=300).directions(context.batch).sample(Key(2))["probe"]
@@ -36,15 +36,15 @@ def test_pruned_update_tells_less_than_by_magnitude_for_its_utility():
 
     def price(text: str) -> float:
         sent = parse(text).send.apply(g, {}, {"prune.probe": probe}, context)[0]
-        kept = flat(sent) != 0
-        return float(exact[kept].square().sum() / flat(g)[kept].square().sum())
+        selected = flat(sent) != 0
+        return float(exact[selected].square().sum() / flat(g)[selected].square().sum())
 
     for ratio in (0.3, 0.5, 0.8):
         assert price(f"optimal-prune({ratio}, probes=300)") < 0.95 * price(f"prune({ratio}, scope=global)")
 
 
 @pytest.mark.parametrize("scope", ["global", "layer"])
-def test_a_coin_decides_on_the_coordinate_at_the_border(scope):
+def test_optimal_prune_draws_the_coordinate_at_the_threshold(scope):
     """With probability ratio P - floor(ratio P) one more goes: the least worth of those that were kept."""
     defence = OptimalPruning(0.7, scope, mixed=True)
     g, probe, context, rows = setting(defence)
@@ -62,12 +62,12 @@ def test_a_coin_decides_on_the_coordinate_at_the_border(scope):
         coins = {name: (chance + side).clamp(min=0) for name, chance in zip(neutral, chances, strict=True)}
         sent = flat(defence.apply(g, {}, {"probe": probe, **coins}, context)[0])
         parts = [torch.split(value, sizes) for value in (before != 0, sent != 0, flat(g).abs() / rows)]
-        for kept, left, worth, lost in zip(*parts, gone, strict=True):
-            assert int(kept.sum()) - int(left.sum()) == int(lost)
-            assert torch.equal(worth[kept & ~left], worth[kept].min()[None][: int(lost)])
+        for selected, left, worth, lost in zip(*parts, gone, strict=True):
+            assert int(selected.sum()) - int(left.sum()) == int(lost)
+            assert torch.equal(worth[selected & ~left], worth[selected].min()[None][: int(lost)])
 
 
-def test_what_is_sent_has_the_share_on_average():
+def test_optimal_prune_sends_the_share_on_average():
     defence = OptimalPruning(0.7, mixed=True)
     g, probe, context, _ = setting(defence)
     counts = []
@@ -80,20 +80,20 @@ def test_what_is_sent_has_the_share_on_average():
     assert abs(sum(counts) / 400 - exact) < 3.3 * (chance * (1 - chance) / 400) ** 0.5
 
 
-def test_noisy_pruning_adds_noise_to_what_is_kept_and_chooses_without_it():
+def test_optimal_prune_adds_noise_after_selection():
     defence = OptimalPruning(0.7, std=5.0)
     g, probe, context, _ = setting(defence)
     noise = {"probe": probe, **defence.noise(g).sample(Key(4))}
     sent = flat(defence.apply(g, {}, noise, context)[0])
-    kept = flat(replace(defence, std=0.0).apply(g, {}, noise, context)[0]) != 0
-    assert torch.equal(sent != 0, kept)
-    torch.testing.assert_close(sent[kept], (flat(g) + 5.0 * flat(select(noise, "normal")))[kept])
+    selected = flat(replace(defence, std=0.0).apply(g, {}, noise, context)[0]) != 0
+    assert torch.equal(sent != 0, selected)
+    torch.testing.assert_close(sent[selected], (flat(g) + 5.0 * flat(select(noise, "normal")))[selected])
     noisy = parse("gaussian(5) + optimal-prune(0.7)").send
     other = {f"noise.{n}": value for n, value in select(noise, "normal").items()} | {"prune.probe": probe}
-    assert not torch.equal(flat(noisy.apply(g, {}, other, context)[0]) != 0, kept)
+    assert not torch.equal(flat(noisy.apply(g, {}, other, context)[0]) != 0, selected)
 
 
-def test_rows_of_zero_are_first_or_last():
+def test_optimal_prune_orders_zero_rows_first_or_last():
     g, probe, context, rows = setting(OptimalPruning(0.5), relu_net())
     squares = squared_row_norms(context.gradient, context.batch, probe)
     worth = OptimalPruning(0.5).worth(g, squares)

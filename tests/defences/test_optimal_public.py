@@ -33,12 +33,12 @@ def deviations(client: Client, number: int = 0):
         {name: torch.full_like(value, size) if ".normal." in name else value for name, value in noise.items()}
         for size in (1.0, 0.0)
     )
-    noisy, plain = (client.update(params, batch, own, state)[0] for own in made)
+    noisy, plain = (client.update(params, batch, examples, state)[0] for examples in made)
     return tmap(torch.sub, noisy, plain)
 
 
 @pytest.mark.parametrize("clamp", ["", ", clamp=0.2"])
-def test_variances_are_those_of_the_theorem_on_public_batches(clamp: str):
+def test_optimal_public_variances_follow_the_theorem(clamp: str):
     client = parse(f"{TEXT[:-1]}{clamp})")(Client(Tiny(), domain=LABELLED))
     plain, params = Client(Tiny()), client.params()
 
@@ -46,8 +46,8 @@ def test_variances_are_those_of_the_theorem_on_public_batches(clamp: str):
         return plain.update(params, batch, {}, {})[0]
 
     batches = [Batch(PUBLIC[i : i + 4], LABELS[i : i + 4]) for i in (0, 4, 8)]
-    rows, found = [exact_squared_row_norms(gradient, each) for each in batches], [gradient(each) for each in batches]
-    ratio = global_ratio(rows, found, 0.2 if clamp else float("inf"))
+    rows, result = [exact_squared_row_norms(gradient, each) for each in batches], [gradient(each) for each in batches]
+    ratio = global_ratio(rows, result, 0.2 if clamp else float("inf"))
     flat = torch.cat([value.flatten() for value in ratio.values()])
     filled = torch.where(flat > 0, flat, flat.sum() / (flat > 0).sum())
     std = torch.cat([value.flatten() for value in deviations(client).values()])
@@ -56,7 +56,7 @@ def test_variances_are_those_of_the_theorem_on_public_batches(clamp: str):
     assert float(std.max() / std.min()) > 3
 
 
-def test_all_clients_have_the_same_and_labels_count():
+def test_optimal_public_variances_are_shared_and_depend_on_labels():
     client = parse("optimal-noise(std=0.1, form=global)")(Client(Tiny(), domain=LABELLED))
     first, second = deviations(client, 0), deviations(client, 1)
     for name, value in first.items():
@@ -70,7 +70,7 @@ def test_all_clients_have_the_same_and_labels_count():
 
 @pytest.mark.parametrize("model", ["dropout(0.4)", "cvb(beta=0.1)", "keylock(width=4)"])
 @pytest.mark.parametrize("local", [None, Local(batch=2, lr=0.3, steps=2)])
-def test_what_a_client_draws_or_keeps_for_its_model_is_not_in_it(model: str, local: Local | None):
+def test_optimal_public_ignores_model_noise_and_state(model: str, local: Local | None):
     """A lock that was trained on private examples would be."""
     client = parse(f"{model} + optimal-noise(std=0.1, form=global)")(Client(Tiny(), local=local, domain=LABELLED))
     first, second = deviations(client, 0), deviations(client, 1)
@@ -84,13 +84,13 @@ def masks(client: Client, number: int = 0):
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_what_is_kept_is_what_the_theorem_keeps_on_public_batches(mixed: bool):
+def test_optimal_public_masks_follow_the_theorem(mixed: bool):
     text = f"optimal-prune(0.7, probes=6, form=global, batches=3, mixed={str(mixed).lower()})"
     client = parse(text)(Client(Tiny(), domain=LABELLED))
     plain, (params, batch, noise, state) = Client(Tiny()), draw(client)
 
-    def gradient(own: Batch):
-        return plain.update(params, own, {}, {})[0]
+    def gradient(examples: Batch):
+        return plain.update(params, examples, {}, {})[0]
 
     batches = [Batch(PUBLIC[i : i + 4], LABELS[i : i + 4]) for i in (0, 4, 8)]
     rows = [squared_row_norms(gradient, each, noise["send.prune.probe"]) for each in batches]
@@ -98,19 +98,19 @@ def test_what_is_kept_is_what_the_theorem_keeps_on_public_batches(mixed: bool):
     for coin, one_more in ((0.0, mixed), (1.0, False)):
         drawn = {**noise, "send.prune.coin": torch.tensor(coin).double()} if mixed else noise
         sent, _ = client.update(params, batch, drawn, state)
-        found = global_masks(rows, [gradient(each) for each in batches], int(0.7 * entries) + one_more)
+        result = global_masks(rows, [gradient(each) for each in batches], int(0.7 * entries) + one_more)
         for name, value in gradient(batch).items():
-            torch.testing.assert_close(sent[name], value * found[name], rtol=0, atol=0)
+            torch.testing.assert_close(sent[name], value * result[name], rtol=0, atol=0)
 
 
-def test_all_clients_prune_the_same():
+def test_optimal_public_masks_are_shared():
     client = parse("cvb(beta=0.1) + optimal-prune(0.7, form=global)")(Client(Tiny(), domain=LABELLED))
-    kept = masks(client, 0)
-    assert all(torch.equal(kept[name], mask) for name, mask in masks(client, 1).items())
-    own = parse("optimal-prune(0.7)")(Client(Tiny()))
-    assert any(not torch.equal(mask, masks(own, 1)[name]) for name, mask in masks(own, 0).items())
+    selected = masks(client, 0)
+    assert all(torch.equal(selected[name], mask) for name, mask in masks(client, 1).items())
+    examples = parse("optimal-prune(0.7)")(Client(Tiny()))
+    assert any(not torch.equal(mask, masks(examples, 1)[name]) for name, mask in masks(examples, 0).items())
     other = replace(client, domain=replace(LABELLED, public=PUBLIC.flip(0)))
-    assert any(not torch.equal(kept[name], mask) for name, mask in masks(other).items())
+    assert any(not torch.equal(selected[name], mask) for name, mask in masks(other).items())
 
 
 GLOBAL = ["optimal-noise(0.1, form=global)", "optimal-prune(0.5, form=global)"]
@@ -118,7 +118,7 @@ GLOBAL += ["optimal-prune(0.5, form=global, feedback=true)", "optimal-prune(0.5,
 
 
 @pytest.mark.parametrize("text", GLOBAL)
-def test_nothing_is_promised_and_it_looks_at_no_private_data(text: str):
+def test_optimal_public_has_no_guarantee_and_uses_no_private_data(text: str):
     client = parse(f"dp(clip=1, sigma=2) + {text}")(Client(Tiny(), domain=LABELLED))
     batch = draw_batch(Key(0))
     (_, stage) = stages(client.send)[0]
@@ -132,7 +132,7 @@ def test_nothing_is_promised_and_it_looks_at_no_private_data(text: str):
 
 
 @pytest.mark.parametrize("text", GLOBAL[:2])
-def test_what_is_fitted_is_computed_once_for_all_clients(text: str):
+def test_optimal_public_fit_is_computed_once(text: str):
     """Twenty times as many clients at once do not write twenty times as much."""
     client = parse(text)(Client(Tiny(), domain=LABELLED))
 
@@ -146,17 +146,17 @@ def test_what_is_fitted_is_computed_once_for_all_clients(text: str):
     assert written(40) < 8 * written(2)
 
 
-def test_pruning_that_everybody_knows_with_noise_on_what_is_kept_has_a_bound():
+def test_optimal_public_pruning_with_noise_has_a_bound():
     client = parse("clip(2) + optimal-prune(0.5, std=0.3, form=global)")(Client(Tiny(), domain=LABELLED))
     assert obstacle(client, draw_batch(Key(0))) is None
     seen = sight(client, 4)
     assert seen.variance == seen.normal == pytest.approx(0.09)
     assert [name for name, _ in stages(seen.clean.send)] == ["clip"]
-    own = parse("optimal-prune(0.5, std=0.3)")(Client(Tiny(), domain=LABELLED))
-    assert "does not depend on the data" in (obstacle(own, draw_batch(Key(0))) or "")
+    examples = parse("optimal-prune(0.5, std=0.3)")(Client(Tiny(), domain=LABELLED))
+    assert "does not depend on the data" in (obstacle(examples, draw_batch(Key(0))) or "")
 
 
-def test_what_is_told_is_the_jacobian_over_the_deviations():
+def test_optimal_public_information_equals_the_formula():
     client = parse("clip(2) + optimal-noise(std=0.1, clamp=0.3, form=global) + prune(0.5)")(
         Client(Tiny(), domain=LABELLED)
     )
@@ -164,21 +164,21 @@ def test_what_is_told_is_the_jacobian_over_the_deviations():
     assert obstacle(client, batch) is None
     probes = torch.randn(3, *batch.inputs.shape, generator=Key(1).generator(), dtype=torch.float64)
     mean = torch.full((1, 8, 8), 0.5).double()
-    found = information(sight(client, len(batch.targets)), params, batch, noise, probes, mean)
+    result = information(sight(client, len(batch.targets)), params, batch, noise, probes, mean)
     std = deviations(parse("clip(2) + optimal-noise(std=0.1, clamp=0.3, form=global)")(Client(Tiny(), domain=LABELLED)))
     clean = parse("clip(2)")(Client(Tiny()))
 
-    def divided(own: Batch):
-        sent = clean.update(params, own, {}, {})[0]
+    def divided(examples: Batch):
+        sent = clean.update(params, examples, {}, {})[0]
         return {name: value.clamp(-0.3, 0.3) / std[name] for name, value in sent.items()}
 
     products = jacobian(divided, batch) @ probes.flatten(1).mT
-    torch.testing.assert_close(found.along, products.square().sum(0))
+    torch.testing.assert_close(result.along, products.square().sum(0))
     away = tmap(torch.sub, divided(batch), divided(Batch(mean.expand_as(batch.inputs), batch.targets)))
-    torch.testing.assert_close(found.nats, sum(value.square().sum() for value in away.values()) / 2)
+    torch.testing.assert_close(result.nats, sum(value.square().sum() for value in away.values()) / 2)
 
 
-def test_sums_of_clients_have_no_bound_and_other_noise_comes_before_it():
+def test_optimal_public_sums_and_later_noise_are_obstacles():
     client = parse("optimal-noise(0.1, form=global)")(replace(Client(Tiny(), domain=LABELLED), members=2))
     assert "summed" in (obstacle(client, draw_batch(Key(0))) or "")
     both = parse("gaussian(0.2) + optimal-noise(0.1, form=global)")(Client(Tiny(), domain=LABELLED))
@@ -187,7 +187,7 @@ def test_sums_of_clients_have_no_bound_and_other_noise_comes_before_it():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("optimal-noise(0.1, form=global, layerwise=true, every=2)", "2 problems"),
         ("optimal-noise(0.1, form=global, of=example)", "optimal-noise.of"),
@@ -195,17 +195,17 @@ def test_sums_of_clients_have_no_bound_and_other_noise_comes_before_it():
         ("optimal-prune(0.5, form=global, memory=0.5, of=example)", "2 problems"),
     ],
 )
-def test_what_saves_private_directions_is_refused(text: str, said: str):
+def test_optimal_public_with_private_settings_raises(text: str, message: str):
     with pytest.raises(GradveilError) as caught:
         parse(text)
-    assert said in f"{len(caught.value.problems)} problems: {caught.value}"
+    assert message in f"{len(caught.value.problems)} problems: {caught.value}"
 
 
 @pytest.mark.parametrize("text", GLOBAL[:2])
-def test_without_public_images_it_says_what_it_needs(text: str):
-    for domain, said in ((None, "there are none"), (replace(DOMAIN, public=None), "0 public images")):
+def test_optimal_public_without_public_images_raises(text: str):
+    for domain, message in ((None, "there are none"), (replace(DOMAIN, public=None), "0 public images")):
         client = parse(text)(Client(Tiny(), domain=domain))
-        with pytest.raises(GradveilError, match=said):
+        with pytest.raises(GradveilError, match=message):
             draw_and_send(client)
 
 

@@ -37,14 +37,14 @@ def exact(client: Client, batch: Batch):
 def rounds(text: str, count: int = 4, same: bool = True):
     """Scales of several rounds; the directions are always fresh, the batch is the same or not."""
     client = parse(text)(Client(Tiny()))
-    state, found = client.init(client.params()), []
+    state, result = client.init(client.params()), []
     for number in range(count):
         scales, state, _ = scales_of(client, draw_batch(Key(1 if same else number)), state, number)
-        found.append(flat(scales))
-    return found, state
+        result.append(flat(scales))
+    return result, state
 
 
-def test_many_directions_of_examples_are_the_optimum_but_for_the_shrinking():
+def test_optimal_reused_many_directions_approach_the_optimum():
     batch = draw_batch(Key(1))
     client = parse("optimal-noise(0.3, probes=2000, of=example)")(Client(Tiny()))
     scales, _, g = scales_of(client, batch, {})
@@ -59,7 +59,7 @@ def test_many_directions_of_examples_are_the_optimum_but_for_the_shrinking():
     assert float(privacy_loss(squares, g, tmap(torch.square, scales))) < 0.02
 
 
-def test_directions_of_examples_lose_less_than_those_of_the_batch_that_cost_as_much():
+def test_optimal_reused_example_directions_beat_batch_directions():
     """Four directions of one example each cost as much as one of the batch of four."""
     batch = draw_batch(Key(1))
     squares = exact(Client(Tiny()), batch)
@@ -76,17 +76,17 @@ def test_directions_of_examples_lose_less_than_those_of_the_batch_that_cost_as_m
     assert each < 0.6 * whole, (each, whole)
 
 
-def test_every_other_round_takes_what_was_found_before():
-    found, state = rounds("optimal-noise(0.3, probes=3, every=2)")
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-12)
-    torch.testing.assert_close(found[3], found[2], rtol=0, atol=1e-12)
-    assert not torch.allclose(found[2], found[0], rtol=0.01)
+def test_optimal_reused_noise_reuses_every_other_round():
+    result, state = rounds("optimal-noise(0.3, probes=3, every=2)")
+    torch.testing.assert_close(result[1], result[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(result[3], result[2], rtol=0, atol=1e-12)
+    assert not torch.allclose(result[2], result[0], rtol=0.01)
     assert float(state["send.noise.rounds"]) == 4
     moved, _ = rounds("optimal-noise(0.3, probes=3, every=2)", 2, same=False)
     assert not torch.allclose(moved[1], moved[0], rtol=0.01), "the gradient is this round's"
 
 
-def test_memory_is_a_mean_that_weighs_what_was_found_first_in_full():
+def test_optimal_reused_memory_is_a_corrected_mean():
     client = parse("optimal-noise(0.3, probes=3, memory=0.75)")(Client(Tiny()))
     fresh = parse("optimal-noise(0.3, probes=3, every=9)")(Client(Tiny()))
     state, batch, expected = client.init(client.params()), draw_batch(Key(1)), None
@@ -106,7 +106,7 @@ def switched(offs: Tensor) -> Client:
     return parse("optimal-noise(0.3, probes=5, every=2)")(Client(net))
 
 
-def test_units_that_wake_up_get_noise_and_units_that_die_spend_none():
+def test_optimal_reused_noise_follows_live_units():
     first, later = torch.tensor([[1, 1, 0, 0, 0, 0], [1, 0, 1, 0, 0, 0]]).bool()
     batch, before = draw_batch(Key(1)), switched(first)
     scales, state, _ = scales_of(before, batch, before.init(before.params()))
@@ -122,7 +122,7 @@ def test_units_that_wake_up_get_noise_and_units_that_die_spend_none():
     assert bool(privacy_loss(squares, g, tmap(torch.square, scales)).isfinite())
 
 
-def test_the_state_is_on_disk_the_clients_own(tmp_path):
+def test_optimal_reused_state_is_part_of_the_clients_state(tmp_path):
     client = parse("optimal-noise(0.3, probes=3, every=2, memory=0.5)")(Client(Tiny()))
     _, state, _ = scales_of(client, draw_batch(Key(1)), client.init(client.params()))
     save_state(tmp_path / "state", client, state)
@@ -133,7 +133,7 @@ def test_the_state_is_on_disk_the_clients_own(tmp_path):
             load_state(tmp_path / "state", parse(other)(Client(Tiny())))
 
 
-def test_an_attacker_may_pin_the_scales_of_a_client_that_remembers():
+def test_optimal_reused_attack_may_pin_scales():
     client = parse("optimal-noise(0.3, probes=3, every=2)")(Client(Tiny()))
     params, batch = client.params(), draw_batch(Key(1))
     noise = client.noise_spec(params, batch).sample(Key(2))
@@ -150,15 +150,15 @@ def test_an_attacker_may_pin_the_scales_of_a_client_that_remembers():
 def pruned(text: str, batches: list[Batch], net=None):
     """What a client sends in each round, what of it is not zero, and its last state."""
     client = parse(text)(Client(net or Tiny()))
-    params, state, kept = client.params(), client.init(client.params()), []
+    params, state, selected = client.params(), client.init(client.params()), []
     for number, batch in enumerate(batches):
         noise = client.noise_spec(params, batch).sample(Key(number, ("noise",)))
         sent, state = client.update(params, batch, noise, state)
-        kept.append(flat(sent) != 0)
-    return kept, state
+        selected.append(flat(sent) != 0)
+    return selected, state
 
 
-def test_pruning_from_few_examples_keeps_what_is_worth_most_for_what_they_show():
+def test_optimal_reused_pruning_of_few_examples_keeps_the_best():
     """Against the reference of `client.probing`, its squares mixed with those of the layer, entry by entry."""
     client, batch = parse("optimal-prune(0.7, probes=6, of=example)")(Client(Tiny())), draw_batch(Key(1))
     params = client.params()
@@ -178,7 +178,7 @@ def test_pruning_from_few_examples_keeps_what_is_worth_most_for_what_they_show()
     assert torch.equal(flat(sent) != 0, expected)
 
 
-def test_pruning_from_examples_tells_less_than_by_magnitude_for_its_utility():
+def test_optimal_reused_pruning_reveals_less_than_magnitude():
     batch = draw_batch(Key(1))
     squares, g = (
         flat(exact(Client(Tiny()), batch)),
@@ -186,18 +186,18 @@ def test_pruning_from_examples_tells_less_than_by_magnitude_for_its_utility():
     )
 
     def price(text: str) -> float:
-        (kept,), _ = pruned(text, [batch])
-        return float(squares[kept].sum() / g[kept].square().sum())
+        (selected,), _ = pruned(text, [batch])
+        return float(squares[selected].sum() / g[selected].square().sum())
 
     for ratio in (0.5, 0.8):
         assert price(f"optimal-prune({ratio}, probes=32, of=example)") < 0.95 * price(f"prune({ratio}, scope=global)")
 
 
-def test_pruning_every_other_round_takes_what_was_found_before():
+def test_optimal_reused_pruning_reuses_every_other_round():
     one, other = draw_batch(Key(1)), draw_batch(Key(2))
-    kept, state = pruned("optimal-prune(0.7, probes=3, every=2)", [one] * 3)
-    assert torch.equal(kept[0], kept[1])
-    assert not torch.equal(kept[1], kept[2])
+    selected, state = pruned("optimal-prune(0.7, probes=3, every=2)", [one] * 3)
+    assert torch.equal(selected[0], selected[1])
+    assert not torch.equal(selected[1], selected[2])
     assert float(state["send.prune.rounds"]) == 3
     moved, _ = pruned("optimal-prune(0.7, probes=3, every=2)", [one, other])
     assert not torch.equal(moved[0], moved[1]), "the gradient is this round's"
@@ -206,7 +206,7 @@ def test_pruning_every_other_round_takes_what_was_found_before():
     assert any(name.startswith("send.prune.inner.squares.") for name in kept_apart)
 
 
-def test_a_unit_that_wakes_up_does_not_pass_for_one_that_tells_nothing():
+def test_optimal_reused_revived_unit_is_not_free():
     """Nothing was found of it when it was off: by that alone it would be kept before all others."""
     batch = draw_batch(Key(1))
     client = parse("optimal-prune(0.5, probes=5, every=2)")(Client(relu_net()))
@@ -221,11 +221,11 @@ def test_a_unit_that_wakes_up_does_not_pass_for_one_that_tells_nothing():
     assert bool(pruning.worth(g, select(state, "send.prune.squares"))["1.weight"][:2].isfinite().all())
 
 
-def test_a_step_that_is_tried_in_double_precision_first_asks_for_its_own_outputs():
+def test_optimal_reused_in_double_precision_computes_its_outputs():
     """What comes to no number is tried again with more digits; the outputs of the trial are not those of the step."""
     client = parse("optimal-prune(0.7, probes=6, of=example)")(Client(Tiny().float()))
     batch = Batch(draw_batch(Key(1)).inputs.float(), draw_batch(Key(1)).targets)
     batch.inputs[1, 0, 3, 3] = torch.inf
-    given = client.params(), batch, client.noise_spec(client.params(), batch).sample(Key(2)), {}
-    (first, _), (second, _) = client.update(*given), client.update(*given)
+    arguments = client.params(), batch, client.noise_spec(client.params(), batch).sample(Key(2)), {}
+    (first, _), (second, _) = client.update(*arguments), client.update(*arguments)
     torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)

@@ -21,14 +21,14 @@ TABLES = [(key, table) for key, paper in PAPERS.items() for table in paper.table
 
 
 @pytest.mark.parametrize(("key", "table"), TABLES)
-def test_every_defence_of_a_table_is_one(key: str, table: str):
+def test_paper_defences_parse(key: str, table: str):
     names = [parse(text).name for text in PAPERS[key].tables[table]]
     assert len(set(names)) == len(names) >= 1
     assert "none" not in names
 
 
 @pytest.mark.parametrize(("key", "table"), TABLES)
-def test_every_defence_of_a_table_changes_what_a_client_sends(key: str, table: str):
+def test_paper_defences_change_the_update(key: str, table: str):
     plain = CLIENTS["sgd"]
     if (key, table) == ("provable-defense", "published-code"):  # whose percentile is above nothing if features are < 0
         plain = replace(
@@ -58,7 +58,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("table", PUBLISHED)
-def test_settings_are_the_published_ones(table: str):
+def test_paper_settings_are_the_published_ones(table: str):
     (text,) = spelled_out([table])
     defence = parse(text)
     parts = [
@@ -70,14 +70,14 @@ def test_settings_are_the_published_ones(table: str):
     assert {name: getattr(parts[0], name) for name in PUBLISHED[table]} == PUBLISHED[table]
 
 
-def test_fed_cdp_clips_at_4_and_adds_noise_of_24():
+def test_paper_fed_cdp_clips_at_4_with_noise_24():
     (text,) = spelled_out(["gradient-leakage-resilient/main"])
     stages = dict(parse(text).step)
     assert (stages["clip"].norm, stages["clip"].scope, stages["clip"].per_example) == (4, "layer", True)
     assert stages["noise"].std == 6 * 4
 
 
-def test_the_noise_of_aligned_pruning_has_its_epsilon():
+def test_paper_aligned_pruning_noise_has_its_epsilon():
     pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
     (text,) = (text for text in PAPERS["aligned-dual-gradient-pruning"].tables["comparison"] if "dp" in text[:7])
     stages = dict(parse(text).send)
@@ -86,13 +86,13 @@ def test_the_noise_of_aligned_pruning_has_its_epsilon():
     )
 
 
-def test_dual_pruning_removes_what_its_table_says():
+def test_paper_dgp_removes_the_published_share():
     shares = [parse(text).send.stages[0][1].inner for text in PAPERS["dual-gradient-pruning"].tables["ablation"]]
     assert [round(each.top + each.bottom, 9) for each in shares] == [0.48] * 3 + [0.8] * 3 + [0.96] * 3
     assert [round(each.bottom / each.top, 6) for each in shares] == [15, 7, 3] * 3
 
 
-def test_noises_are_compared_at_one_scale():
+def test_paper_noises_have_one_scale():
     """What both add to the mean of 16 images has the same root mean square: normals of 1 show the deviations."""
     generator = Key(0, ("sixteen",)).generator()
     inputs = torch.randn(16, *Tiny.input_shape, generator=generator, dtype=torch.float64)
@@ -113,20 +113,20 @@ def test_noises_are_compared_at_one_scale():
     assert scales == pytest.approx([scale for scale in (2e-3, 5e-3, 2e-2, 5e-2) for _ in range(2)], rel=1e-6)
 
 
-def test_a_run_file_names_a_table():
+def test_run_file_accepts_a_paper_table():
     run = assemble(settings(defences=["none", "Gradient-Stand-In/optimisers", "standin"]), ["target_clients=1"])
     assert run.defences == ["none", "standin", "standin(optimiser=adagrad)", "standin(optimiser=yogi)"]
     assert config(defences=["none"]).defences == ["none"]
 
 
-def test_unknown_tables_are_refused_with_the_nearest():
-    with pytest.raises(GradveilError) as told:
+def test_unknown_paper_table_suggests_the_nearest():
+    with pytest.raises(GradveilError) as message:
         spelled_out(["none", "dual-gradient-pruning/ablations", "nobody/nothing"])
-    assert [problem.where for problem in told.value.problems] == ["defences[1]", "defences[2]"]
-    assert "did you mean 'dual-gradient-pruning/ablation'?" in str(told.value)
+    assert [problem.where for problem in message.value.problems] == ["defences[1]", "defences[2]"]
+    assert "did you mean 'dual-gradient-pruning/ablation'?" in str(message.value)
 
 
-def test_papers_are_called_as_their_folders():
+def test_papers_have_the_names_of_their_folders():
     folders = {path.name for path in (files("gradveil") / "papers").iterdir() if path.is_dir()}
     assert folders <= set(PAPERS)
     studied = {"combining-stochastic-defenses", "convolutional-variational-bottlenecks", "optimal-defenses"}

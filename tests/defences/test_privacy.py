@@ -34,8 +34,8 @@ from tests.defences.custom_stages import (
     Seeded,
     Silent,
     after_dp,
-    found,
     multipliers,
+    privacy_of,
     warned,
 )
 from tests.laws.cases import DOMAIN, LAWS, B
@@ -61,19 +61,19 @@ from tests.laws.cases import DOMAIN, LAWS, B
         ("clip-example(1) + laplace(1)", {}),
     ],
 )
-def test_mechanisms_of_one_gradient(text, wanted):
+def test_mechanisms_of_one_gradient_are_listed(text, wanted):
     assert multipliers(text) == pytest.approx(wanted)
 
 
-def test_local_training_releases_every_step():
-    (mechanism,) = found("dp(clip=2, sigma=0.7)", TRAINED).mechanisms
+def test_promise_counts_every_local_step():
+    (mechanism,) = privacy_of("dp(clip=2, sigma=0.7)", TRAINED).mechanisms
     assert (mechanism.sums, mechanism.multiplier) == (3, pytest.approx(0.7))
     assert multipliers("user-dp(clip=2, sigma=0.7)", TRAINED) == pytest.approx({"client": 0.7})
     # What three steps of clipped gradients add up to is not bounded by the clip of each.
     assert multipliers("clip-example(2) + gaussian(0.5)", TRAINED) == {}
 
 
-def test_members_of_a_sum_add_up_their_noise():
+def test_promise_of_a_sum_adds_noise_of_members():
     four = replace(PLAIN, members=4)
     assert multipliers("user-dp(clip=2, sigma=0.5)", four) == pytest.approx({"client": 1.0})
     assert multipliers("dp(clip=2, sigma=0.5)", four) == pytest.approx({"example": 1.0})
@@ -87,7 +87,7 @@ def test_members_of_a_sum_add_up_their_noise():
 @pytest.mark.parametrize(
     "text", ["dp(clip=0.3, sigma=1)", "fed-cdp(clip=0.3, sigma=1)", "dp(clip=0.3, sigma=1, on=mean)"]
 )
-def test_bounds_are_what_one_example_can_change(text):
+def test_mechanism_bounds_equal_the_effect_of_one_example(text):
     """The greatest change by leaving one out, its gradient taken from B times the mean, reaches the bound."""
     client = parse(text)(PLAIN)
     (mechanism,) = examine(client, BATCH).mechanisms
@@ -105,12 +105,12 @@ def test_bounds_are_what_one_example_can_change(text):
 
 
 @pytest.mark.parametrize("name", DEFENCES)
-def test_only_clipped_normal_noise_of_the_table_promises_anything(name):
-    said = found(LAWS[name].texts[0]).promise()
-    assert said.startswith("differential privacy of each") == (name in {"dp", "fed-cdp", "user-dp"})
-    assert "epsilon" not in said.replace("epsilon follows from the training", "")
+def test_promise_needs_registered_clipped_normal_noise(name):
+    message = privacy_of(LAWS[name].texts[0]).promise()
+    assert message.startswith("differential privacy of each") == (name in {"dp", "fed-cdp", "user-dp"})
+    assert "epsilon" not in message.replace("epsilon follows from the training", "")
     if name not in {"dp", "fed-cdp", "user-dp"}:
-        assert said == NOTHING
+        assert message == NOTHING
 
 
 HALVES = {"clip", "clip-example", "gaussian"}
@@ -118,33 +118,33 @@ HALVES = {"clip", "clip-example", "gaussian"}
 
 
 @pytest.mark.parametrize("name", DEFENCES)
-def test_the_table_says_no_formal_guarantee_of_every_heuristic(name):
+def test_heuristics_have_no_formal_guarantee(name):
     """`gradveil list` prints these words, and never an epsilon's number."""
-    said = DEFENCES[name].guarantee
+    message = DEFENCES[name].guarantee
     if name not in {"dp", "fed-cdp", "user-dp"} | HALVES:
-        assert said.startswith(NOTHING)
-    assert not any(character.isdigit() for character in said.replace("l1", "").replace("l2", ""))
+        assert message.startswith(NOTHING)
+    assert not any(character.isdigit() for character in message.replace("l1", "").replace("l2", ""))
 
 
 @pytest.mark.parametrize("text", ["optimal-noise(0.1, clamp=0.5)", "optimal-prune(0.5)"])
-def test_optimal_defences_void_what_comes_before(text):
+def test_promise_before_an_optimal_defence_is_void(text):
     """Their noise, or their mask, is fitted to the private gradient's own derivative."""
-    privacy = found(f"dp(clip=1, sigma=2) + {text}")
+    privacy = privacy_of(f"dp(clip=1, sigma=2) + {text}")
     assert privacy.mechanisms
     assert privacy.promise(Participation(10)).startswith(f"{NOTHING}: ")
     assert "uses the data again" in privacy.promise()
-    assert found(text).promise(Participation(10)) == NOTHING
+    assert privacy_of(text).promise(Participation(10)) == NOTHING
 
 
 @pytest.mark.parametrize("transform", [Peeking(), Differentiating()])
-def test_a_stage_of_somebody_else_that_looks_at_the_data_is_found(transform):
-    assert "'mine' uses the data again" in (found(after_dp(transform)).void("example") or "")
+def test_custom_stage_that_uses_the_data_is_detected(transform):
+    assert "'mine' uses the data again" in (privacy_of(after_dp(transform)).void("example") or "")
 
 
 LOOKING = {"optimal-noise", "optimal-prune", "soteria"}
 
 
-def test_three_defences_of_the_table_look_at_the_data():
+def test_three_registered_defences_use_the_data():
     for name, law in LAWS.items():
         client = parse(law.texts[0])(PLAIN)
         for slot in (client.step, client.send):
@@ -152,28 +152,28 @@ def test_three_defences_of_the_table_look_at_the_data():
                 assert data_dependent(stage, client, BATCH) == (name in LOOKING), name
 
 
-def test_examples_that_are_mixed_before_the_clip_void_it():
+def test_promise_with_mixed_examples_is_void():
     domain = Domain(ImageSpace.between(-9, 9, (1, 8, 8)), 3)
     known = replace(PLAIN, domain=domain)
     for mixed in (Defence("mix", batch=(Mixing(),)), parse("mixup(1)"), parse("instahide")):
-        assert "examples are mixed" in (found(parse("dp(sigma=2)") + mixed, known).void("example") or "")
-    assert found("dp(sigma=2) + label-smoothing(0.1)", known).sound
+        assert "examples are mixed" in (privacy_of(parse("dp(sigma=2)") + mixed, known).void("example") or "")
+    assert privacy_of("dp(sigma=2) + label-smoothing(0.1)", known).sound
 
 
 @pytest.mark.parametrize("text", ["mixup(2)", "instahide(2)"])
 @pytest.mark.parametrize("shape", [(1, 8, 8), (64, 1)])
-def test_no_image_hides_that_examples_are_mixed(text, shape):
+def test_mixing_is_found_for_any_image(text, shape):
     """What is found must not depend on the examples: a refusal would tell of them."""
     domain = Domain(ImageSpace((1, 8, 8)), 2)
-    own = Client(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2)), domain=domain)
+    custom = Client(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2)), domain=domain)
     draw = torch.Generator().manual_seed(0)
     inputs, targets = torch.rand(8, *shape, generator=draw), torch.arange(8) % 2
     for first in (inputs[0], torch.zeros(shape), inputs[0] + inputs[0].flip(-1), torch.full(shape, math.nan)):
         batch = Batch(torch.cat([first.unsqueeze(0), inputs[1:]]), targets)
-        assert not examine(parse(f"dp(sigma=2) + {text}")(own), batch).sound
+        assert not examine(parse(f"dp(sigma=2) + {text}")(custom), batch).sound
 
 
-def test_no_batch_hides_that_a_stage_looks_at_it():
+def test_data_dependence_is_found_for_any_batch():
     """Neither examples that are their own mirror images plus one, as far as numbers go, nor labels of one class."""
     for inputs in (BATCH.inputs, torch.full_like(BATCH.inputs, math.inf), torch.full_like(BATCH.inputs, 1e30)):
         batch = Batch(inputs, torch.zeros_like(BATCH.targets))
@@ -181,37 +181,37 @@ def test_no_batch_hides_that_a_stage_looks_at_it():
             assert data_dependent(transform, PLAIN, batch)
 
 
-def test_a_lock_that_is_trained_without_noise_voids_the_privacy_of_examples():
-    trained = found("dp(sigma=2) + keylock(width=4)", TRAINED)
+def test_promise_with_a_lock_trained_without_noise_is_void():
+    trained = privacy_of("dp(sigma=2) + keylock(width=4)", TRAINED)
     assert "trained without noise" in (trained.void("example") or "")
     (warning,) = (p for p in suspicions(parse("dp(sigma=2) + keylock(width=4)")(TRAINED), BATCH) if p.where == "model")
     assert "later steps depend on them" in warning.what
     for text, client in (("dp(sigma=2) + keylock(width=4)", PLAIN), ("user-dp(sigma=2) + keylock(width=4)", TRAINED)):
-        assert found(text, client).sound == found(text, client).mechanisms != ()
+        assert privacy_of(text, client).sound == privacy_of(text, client).mechanisms != ()
         assert not any(problem.where == "model" for problem in suspicions(parse(text)(client), BATCH))
 
 
 def answers_for(text: str | Defence, client: Client = PLAIN) -> tuple[set[str], set[str]]:
     """Of which units something is promised, and of which it is warned that it is void."""
     pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
-    privacy = found(text, client)
+    privacy = privacy_of(text, client)
     warnings = [line for line in warned(text, client=client) if "voids the differential privacy" in line]
     void = {unit for unit in ("example", "client") if any(f"each {unit}" in line for line in warnings)}
-    said = privacy.promise()
+    message = privacy.promise()
     for unit in ("example", "client"):
-        assert (f"differential privacy of each {unit}" in said) == (unit in {m.unit for m in privacy.sound})
+        assert (f"differential privacy of each {unit}" in message) == (unit in {m.unit for m in privacy.sound})
         assert (privacy.void(unit) is not None) == (unit in void), "promise and warnings agree"
     return {mechanism.unit for mechanism in privacy.sound}, void
 
 
 @pytest.mark.parametrize("client", [PLAIN, TRAINED], ids=["gradient", "local"])
 @pytest.mark.parametrize("first", ["mixup(1)", "soteria", "keylock(width=4)", "ats", "mixup + soteria"])
-def test_the_clip_of_a_whole_update_covers_what_was_done_before(first: str, client: Client):
+def test_client_clip_covers_earlier_stages(first: str, client: Client):
     known = replace(client, domain=DOMAIN)
     assert answers_for(f"{first} + user-dp(sigma=20)", known) == ({"client"}, set())
 
 
-def test_each_unit_has_its_own_answer():
+def test_promise_is_given_per_privacy_unit():
     known, trained = replace(PLAIN, domain=DOMAIN), replace(TRAINED, domain=DOMAIN)
     for client in (known, trained):
         both = "dp(clip=1, sigma=20) + user-dp(sigma=20)"
@@ -219,16 +219,16 @@ def test_each_unit_has_its_own_answer():
         assert answers_for(f"{both} + mixup", client) == ({"client"}, {"example"})
         assert answers_for(f"{both} + optimal-prune(0.5)", client) == (set(), {"example", "client"})
     assert answers_for("dp(clip=1, sigma=20) + user-dp(sigma=20) + keylock", trained) == ({"client"}, {"example"})
-    said = found("dp(clip=1, sigma=20) + user-dp(sigma=20) + mixup", known).promise()
-    assert said.startswith("differential privacy of each client")
-    assert said.endswith(
+    message = privacy_of("dp(clip=1, sigma=20) + user-dp(sigma=20) + mixup", known).promise()
+    assert message.startswith("differential privacy of each client")
+    assert message.endswith(
         "no formal guarantee of each example: examples are mixed before the clip, so one example reaches the "
         "gradients of others"
     )
 
 
 @pytest.mark.parametrize(("stage", "covered"), [(Stage.CLIP, True), (Stage.QUANTISE, False)])
-def test_a_stage_that_looks_at_the_data_is_covered_before_the_clip_only(stage: Stage, covered: bool):
+def test_data_dependent_stage_is_covered_only_before_the_clip(stage: Stage, covered: bool):
     peeking = Peeking()
     peeking.stage = stage  # pyright: ignore
     clipped = chain(clip=Clip(1.0), noise=Gaussian(20.0))
@@ -239,12 +239,12 @@ def test_a_stage_that_looks_at_the_data_is_covered_before_the_clip_only(stage: S
     assert answers_for(Defence("mine", step=chain(mine=peeking), send=clipped), TRAINED) == ({"client"}, set())
 
 
-def test_noise_from_a_shared_seed_promises_nothing():
-    assert found(Defence("shared", send=chain(clip=Clip(1.0), noise=Repeating(2.0)))).promise() == NOTHING
-    assert found(Defence("shared", send=chain(clip=Clip(1.0), noise=Seeded()))).promise() == NOTHING
+def test_promise_with_noise_of_a_shared_seed_is_void():
+    assert privacy_of(Defence("shared", send=chain(clip=Clip(1.0), noise=Repeating(2.0)))).promise() == NOTHING
+    assert privacy_of(Defence("shared", send=chain(clip=Clip(1.0), noise=Seeded()))).promise() == NOTHING
 
 
-def test_an_update_with_a_stage_of_unknown_effect_before_the_noise_is_not_bounded():
+def test_unknown_stage_before_the_noise_has_no_bound():
     class Stretch(Transform):
         stage = Stage.CLIP
 
@@ -263,22 +263,22 @@ def test_an_update_with_a_stage_of_unknown_effect_before_the_noise_is_not_bounde
         {"clip": Clip(1.0), "noise": Narrow(2)},
     ],
 )
-def test_nothing_is_promised_of_what_a_subclass_does(stages):
-    assert found(Defence("mine", send=chain(**stages))).promise() == NOTHING
-    assert found(Defence("known", send=chain(clip=Clip(1.0), noise=Gaussian(2.0)))).promise() != NOTHING
+def test_promise_with_a_subclass_is_void(stages):
+    assert privacy_of(Defence("mine", send=chain(**stages))).promise() == NOTHING
+    assert privacy_of(Defence("known", send=chain(clip=Clip(1.0), noise=Gaussian(2.0)))).promise() != NOTHING
 
 
-def test_nothing_is_promised_of_what_a_users_chain_does():
+def test_promise_with_a_custom_chain_is_void():
     stages = (("clip", Clip(1.0)), ("noise", Gaussian(2.0)))
-    assert found(Defence("mine", send=Silent(stages))).promise() == NOTHING
-    assert found(Defence("known", send=Chain(stages))).promise() != NOTHING
+    assert privacy_of(Defence("mine", send=Silent(stages))).promise() == NOTHING
+    assert privacy_of(Defence("known", send=Chain(stages))).promise() != NOTHING
 
 
-def test_a_subclass_that_changes_nothing_keeps_the_promise():
+def test_promise_holds_for_an_unchanged_subclass():
     assert multipliers(Defence("mine", send=chain(clip=Clip(1.0), noise=Documented(2.0)))) == {"client": 2.0}
 
 
-def test_a_clip_of_single_examples_is_refused_where_one_update_is_sent():
+def test_example_clip_on_an_update_raises():
     """It would clip the mean, and pass for what bounds each example's share of it."""
     stages = chain(clip=Clip(1.0, per_example=True), noise=Gaussian(1.0))
     with pytest.raises(GradveilError, match=r"client.send: acts on each example, .* -> give it as step=chain"):

@@ -18,7 +18,7 @@ COUNTING = {
 
 
 @pytest.mark.parametrize("text", COUNTING)
-def test_rounds_are_counted_on_in_half_precision(text: str):
+def test_round_counter_is_exact_in_half_precision(text: str):
     client = parse(text)(Client(Tiny().bfloat16()))
     params, batch = client.params(), Batch(draw_batch(Key(0)).inputs.bfloat16(), draw_batch(Key(0)).targets)
     state = client.init(params)

@@ -29,14 +29,14 @@ def gradient(model: nn.Module, x: torch.Tensor, y: torch.Tensor):
     return torch.autograd.grad(cross_entropy(model(x[None]), y[None]), list(model.parameters()))
 
 
-def test_privacy_is_the_area_under_the_similarity():
+def test_privacy_score_is_the_area_under_the_similarity():
     client, batch = experiment(2)
     key, (lower, upper) = Key(4), client.domain.space.bounds(batch.inputs)
-    found = privacy_score(client, Ats("3-1-7"), batch, key)
+    result = privacy_score(client, Ats("3-1-7"), batch, key)
     noise = Ats("3-1-7").noise(batch).sample(key.child("policy"))
     goals = Ats("3-1-7").apply(batch, noise, client.domain).inputs
     u = torch.rand(batch.inputs.shape, generator=key.child("start").generator())
-    for start, goal, target, score in zip(lower + (upper - lower) * u, goals, batch.targets, found, strict=True):
+    for start, goal, target, score in zip(lower + (upper - lower) * u, goals, batch.targets, result, strict=True):
         wanted = gradient(client.model, goal, target)
         heights = []
         for t in np.linspace(0, 1, POINTS):
@@ -47,7 +47,7 @@ def test_privacy_is_the_area_under_the_similarity():
         assert float(score) == pytest.approx(np.trapezoid(heights, dx=1 / 20), abs=1e-4)
 
 
-def test_a_large_network_is_scored_a_few_gradients_at_a_time(monkeypatch):
+def test_scores_of_a_large_network_use_small_groups(monkeypatch):
     client, batch = experiment(3)
     whole = privacy_score(client, Ats("3-1-7"), batch, Key(4))
     for rows in (50, 5):  # two images at once, and parts of one
@@ -55,7 +55,7 @@ def test_a_large_network_is_scored_a_few_gradients_at_a_time(monkeypatch):
         torch.testing.assert_close(privacy_score(client, Ats("3-1-7"), batch, Key(4)), whole, rtol=1e-4, atol=1e-5)
 
 
-def test_utility_is_that_of_the_correlations():
+def test_utility_score_follows_the_correlations():
     client, batch = experiment()
     rows = []
     for x in Ats("0").apply(batch, {}, client.domain).inputs:
@@ -67,20 +67,20 @@ def test_utility_is_that_of_the_correlations():
     assert utility_score(client, Ats("0"), batch, Key(0)) == pytest.approx(expected, rel=1e-3)
 
 
-def test_examples_that_cannot_be_told_apart_are_no_use():
+def test_utility_of_nearly_equal_examples_is_lower():
     client, batch = experiment()
     same = Batch(batch.inputs[:1] + 1e-3 * batch.inputs, batch.targets)
     assert utility_score(client, Ats(NOTHING), same, Key(0)) < utility_score(client, Ats(NOTHING), batch, Key(0)) - 100
 
 
-def test_what_changes_nothing_is_ranked_behind_what_hides():
+def test_search_ranks_hiding_policies_above_unchanged_images():
     client, batch = experiment()
-    found = judge(client, client, [NOTHING, "3-1-7"], batch, Key(0), least=-1e9)
-    assert [each.policy for each in found] == ["3-1-7", NOTHING]
-    assert found[0].privacy < found[1].privacy - 0.03
+    result = judge(client, client, [NOTHING, "3-1-7"], batch, Key(0), least=-1e9)
+    assert [each.policy for each in result] == ["3-1-7", NOTHING]
+    assert result[0].privacy < result[1].privacy - 0.03
 
 
-def test_policies_that_cannot_be_learnt_from_are_left_out():
+def test_search_excludes_policies_of_low_utility():
     client, batch = experiment(4)
     utilities = {policy: utility_score(client, Ats(policy), batch, Key(0)) for policy in (NOTHING, "3-1-7")}
     worse, better = sorted(utilities, key=lambda policy: utilities[policy])
@@ -88,7 +88,7 @@ def test_policies_that_cannot_be_learnt_from_are_left_out():
     assert [each.policy for each in judge(client, client, [worse, better], batch, Key(0), least=middle)] == [better]
 
 
-def test_a_model_with_noise_is_judged_with_its_noise_off():
+def test_scores_switch_model_noise_off():
     client, batch = experiment(3)
     dropped = parse("dropout(0.5) + ats")(client)
     plain, off = (privacy_score(each, Ats("3"), batch, Key(1)) for each in (client, dropped))
@@ -98,7 +98,7 @@ def test_a_model_with_noise_is_judged_with_its_noise_off():
     )
 
 
-def test_random_policies_can_be_read():
+def test_random_policies_parse():
     drawn = list(random_policies(50, Key(3)))
     assert len(set(drawn)) == 50
     assert all(len(Ats(policy).policies[0]) == 3 for policy in drawn)
@@ -106,14 +106,14 @@ def test_random_policies_can_be_read():
     assert list(random_policies(60, Key(3)))[:50] == drawn
 
 
-def test_no_two_random_policies_do_the_same():
+def test_random_policies_have_distinct_effects():
     every = list(random_policies(29, Key(0), length=1))
     assert len({"8", "23", "31", "36", "41", "44", "49"} & set(every)) == 1  # autocontrast at any level
     with pytest.raises(GradveilError, match="29 policies of 1 transforms differ"):
         next(random_policies(30, Key(0), length=1))
 
 
-def test_without_a_domain_it_says_what_it_needs():
+def test_scores_without_a_domain_raise():
     client, batch = experiment(2)
     with pytest.raises(GradveilError, match="domain"):
         privacy_score(Client(client.model), Ats("3"), batch, Key(0))

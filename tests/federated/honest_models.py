@@ -129,9 +129,9 @@ def trained(
         how = torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=decay)
     generator = Key(4).generator()
     for _ in range(epochs):
-        for places in torch.randperm(len(public.inputs), generator=generator).split(batch):
+        for positions in torch.randperm(len(public.inputs), generator=generator).split(batch):
             how.zero_grad()
-            F.cross_entropy(net(public.inputs[places]), public.targets[places]).backward()
+            F.cross_entropy(net(public.inputs[positions]), public.targets[positions]).backward()
             how.step()
     return net
 

@@ -241,11 +241,11 @@ def trap(batch: int) -> Crafted:
         for row in first.weight:
             negative = int(torch.randint(90, 167, (), generator=generator))
             size = torch.randn(256, generator=generator).abs() / 16
-            places = torch.randperm(256, generator=generator)
-            row[places] = size
-            row[places[:negative]] *= -1
+            positions = torch.randperm(256, generator=generator)
+            row[positions] = size
+            row[positions[:negative]] *= -1
             ratios = (images @ row.clamp(max=0)).neg() / (images @ row.clamp(min=0)).clamp(min=1e-6)
-            row[places[negative:]] *= ratios.quantile(1 / batch)
+            row[positions[negative:]] *= ratios.quantile(1 / batch)
         first.bias.copy_(-PUBLIC.inputs.min() * first.weight.sum(1))
     return Crafted(honest, net, "first")
 
@@ -272,10 +272,10 @@ def imprint(_batch: int, share: float = 1.0) -> Crafted:
     measure, cuts = _bins(count, generator)
     first, second = linear(net, "first"), linear(net, "second")
     with torch.no_grad():
-        places = torch.randperm(WIDTH, generator=generator)[:count]
-        first.weight[places], first.bias[places] = measure, -cuts
-        second.weight[:, places] = second.weight[:, places[:1]]
-    return Crafted(honest, net, "first", places)
+        positions = torch.randperm(WIDTH, generator=generator)[:count]
+        first.weight[positions], first.bias[positions] = measure, -cuts
+        second.weight[:, positions] = second.weight[:, positions[:1]]
+    return Crafted(honest, net, "first", positions)
 
 
 def part_of_an_imprint(batch: int) -> Crafted:

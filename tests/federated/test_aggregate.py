@@ -11,14 +11,14 @@ from gradveil.federated.aggregate import Server
 UPDATES = {0: {"w": torch.tensor([1.0, 0.0])}, 3: {"w": torch.tensor([0.0, 2.0])}}
 
 
-def test_the_mean_weighs_clients_by_their_examples_or_not_at_all():
+def test_server_mean_weights_clients_by_examples_or_equally():
     mean, state = Server().mean(UPDATES, {0: 30, 3: 10}, {})
     assert mean["w"].tolist() == [0.75, 0.5]
     assert state == {}
     assert Server(weights="uniform").mean(UPDATES, {0: 30, 3: 10}, {})[0]["w"].tolist() == [0.5, 1.0]
 
 
-def test_federated_averaging_subtracts_the_mean_and_momentum_remembers():
+def test_server_sgd_subtracts_the_mean_with_momentum():
     params, mean = {"w": torch.tensor([1.0, 1.0]), "frozen": torch.ones(1)}, {"w": torch.tensor([0.5, 0.0])}
     moved, _ = Server().step(params, mean, {})
     assert moved["w"].tolist() == [0.5, 1.0]
@@ -32,7 +32,7 @@ def test_federated_averaging_subtracts_the_mean_and_momentum_remembers():
 
 
 @pytest.mark.parametrize("optimiser", ["adam", "yogi", "adagrad"])
-def test_adaptive_servers_follow_their_formula(optimiser):
+def test_server_adaptive_optimisers_follow_their_formula(optimiser):
     """Against Algorithm 2 of Reddi et al. 2021, written out number by number."""
     server = Server(optimiser, lr=0.3, betas=(0.8, 0.9), tau=0.01)
     p, m, v = 2.0, 0.0, 0.01**2
@@ -51,7 +51,7 @@ def test_adaptive_servers_follow_their_formula(optimiser):
         assert params["w"].item() == pytest.approx(p, rel=1e-12)
 
 
-def test_clients_who_point_elsewhere_weigh_less():
+def test_server_angles_reduce_the_weight_of_deviating_clients():
     """FedAdp: the weights are n exp(5 (1 - exp(-exp(-5 (angle - 1))))); a client's angles are averaged over rounds."""
     server = Server(weights="angles")
     updates = {i: {"w": torch.tensor(w)} for i, w in enumerate(([1, 0.2], [1, 0.0], [1, -0.2], [-0.5, 1.5]))}
@@ -73,17 +73,22 @@ def test_clients_who_point_elsewhere_weigh_less():
     assert float(after["angle.0"]) == pytest.approx(float(state["angle.0"]), abs=1e-6), "mirrored: the same angles"
 
 
-def test_clients_who_point_alike_weigh_by_their_examples():
+def test_server_angles_of_parallel_updates_weight_by_examples():
     server = Server(weights="angles")
     updates = {0: {"w": torch.tensor([1.0, 0.0])}, 1: {"w": torch.tensor([3.0, 0.0])}}
     mean, _ = server.mean(updates, {0: 10, 1: 30}, {})
     assert mean["w"].tolist() == pytest.approx([2.5, 0.0])
 
 
-def test_settings_without_a_meaning_are_refused_at_once():
+def test_server_with_invalid_settings_raises_every_problem():
     with pytest.raises(GradveilError) as caught:
         Server("adam", lr=0.0, momentum=0.9, betas=(0.9, 1.0), tau=0.0)
-    told = [str(problem) for problem in caught.value.problems]
-    assert [line.partition(":")[0] for line in told] == ["server.lr", "server.tau", "server.betas", "server.momentum"]
+    message = [str(problem) for problem in caught.value.problems]
+    assert [line.partition(":")[0] for line in message] == [
+        "server.lr",
+        "server.tau",
+        "server.betas",
+        "server.momentum",
+    ]
     with pytest.raises(GradveilError, match=r"server\.optimiser: is 'Adam' .*\nserver\.weights: is 'angle' "):
         Server("Adam", weights="angle")  # type: ignore[arg-type]

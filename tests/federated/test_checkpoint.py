@@ -27,29 +27,29 @@ def standing():
     return train(experiment, 3)
 
 
-def test_what_is_read_is_what_was_written(tmp_path, standing):
+def test_checkpoint_reads_back_equal(tmp_path, standing):
     file = tmp_path / "a.safetensors"
     save_standing(file, standing, "digest")
-    found = load_standing(file, "digest")
-    assert found.records == standing.records
-    assert (found.best_round, found.moved, found.status) == (standing.best_round, standing.moved, "finished")
+    result = load_standing(file, "digest")
+    assert result.records == standing.records
+    assert (result.best_round, result.moved, result.status) == (standing.best_round, standing.moved, "finished")
     for part in ("params", "server", "mean", "best"):
-        assert same(getattr(found, part), getattr(standing, part))
-    assert all(same(found.clients[i], standing.clients[i]) for i in (0, 1, 2, 3))
+        assert same(getattr(result, part), getattr(standing, part))
+    assert all(same(result.clients[i], standing.clients[i]) for i in (0, 1, 2, 3))
     assert file.stat().st_mode & 0o777 == 0o600
     assert [child.name for child in tmp_path.iterdir()] == [file.name]
 
 
-def test_tensors_keep_their_order(tmp_path, standing):
+def test_checkpoint_keeps_the_order_of_tensors(tmp_path, standing):
     """Clip norms and encoded sizes depend on it in their last bits and bytes; safetensors sorts by name."""
     turned = dict(reversed(standing.params.items()))
     save_standing(tmp_path / "a", replace(standing, params=turned), "digest")
-    found = load_standing(tmp_path / "a", "digest")
-    assert list(found.params) == list(turned) != sorted(turned)
-    assert list(found.clients[0]) == list(standing.clients[0])
+    result = load_standing(tmp_path / "a", "digest")
+    assert list(result.params) == list(turned) != sorted(turned)
+    assert list(result.clients[0]) == list(standing.clients[0])
 
 
-def test_the_next_round_from_disk_is_the_next_round(tmp_path, standing):
+def test_checkpoint_next_round_equals_uninterrupted(tmp_path, standing):
     file = tmp_path / "a.safetensors"
     save_standing(file, standing, "digest")
     experiment = federation("adgp", server=Server("adam", weights="angles"))
@@ -62,7 +62,7 @@ def test_the_next_round_from_disk_is_the_next_round(tmp_path, standing):
 @pytest.mark.parametrize(
     "text", ["clip-example(1) + gaussian(0.01)", "user-dp", "topk(0.2, feedback=true)", "dgc(0.1)"]
 )
-def test_a_training_that_is_read_again_every_round_ends_with_the_same_bits(tmp_path, text):
+def test_checkpoint_reloaded_every_round_gives_the_same_bits(tmp_path, text):
     """Norms are sums over all tensors: their order is part of where a training stands."""
     file, now = tmp_path / "a.safetensors", None
     for rounds in range(1, 6):
@@ -75,7 +75,7 @@ def test_a_training_that_is_read_again_every_round_ends_with_the_same_bits(tmp_p
     assert all(same(now.clients[i], whole.clients[i]) for i in whole.clients)
 
 
-def test_a_round_in_which_nobody_answers_is_written_as_any_other(tmp_path):
+def test_checkpoint_stores_a_round_without_answers(tmp_path):
     """Its parameters and the best ones are the same tensors."""
     file, experiment = tmp_path / "a.safetensors", federation(clients=2, absent=0.9)
     before = experiment.round(experiment.start())
@@ -87,7 +87,7 @@ def test_a_round_in_which_nobody_answers_is_written_as_any_other(tmp_path):
     assert standing.best
 
 
-def test_a_loss_that_is_no_number_comes_back_as_that(tmp_path, standing):
+def test_checkpoint_keeps_a_nan_loss(tmp_path, standing):
     file = tmp_path / "a.safetensors"
     odd = replace(standing.records[0], loss=math.nan, validation_loss=math.inf)
     none = replace(standing.records[1], validation_loss=None, validation_accuracy=None)
@@ -99,18 +99,18 @@ def test_a_loss_that_is_no_number_comes_back_as_that(tmp_path, standing):
 
 
 @pytest.mark.parametrize("facts", ["[]", '{"version": 1}', '{"version": 1, "names": [1]}'])
-def test_facts_of_another_form_are_damage(tmp_path, standing, facts):
+def test_checkpoint_with_wrong_metadata_types_raises(tmp_path, standing, facts):
     file = tmp_path / "a.safetensors"
     file.write_bytes(seal(dict(standing.params), {"gradveil": facts}))
     with pytest.raises(DamagedError):
         load_standing(file, "digest")
 
 
-def test_a_training_that_has_not_begun_has_no_standing(tmp_path):
+def test_load_standing_of_a_missing_file_returns_none(tmp_path):
     assert load_standing(tmp_path / "nothing", "digest") is None
 
 
-def test_another_trainings_file_is_refused(tmp_path, standing):
+def test_load_standing_of_another_training_raises(tmp_path, standing):
     file = tmp_path / "a.safetensors"
     save_standing(file, standing, "digest")
     with pytest.raises(GradveilError, match="other settings"):
@@ -118,7 +118,7 @@ def test_another_trainings_file_is_refused(tmp_path, standing):
 
 
 @pytest.mark.parametrize("keep", [0, 7, 200, -1])
-def test_a_file_that_was_cut_off_is_refused(tmp_path, standing, keep):
+def test_load_standing_of_a_truncated_file_raises(tmp_path, standing, keep):
     file = tmp_path / "a.safetensors"
     save_standing(file, standing, "digest")
     file.write_bytes(file.read_bytes()[:keep])
@@ -127,7 +127,7 @@ def test_a_file_that_was_cut_off_is_refused(tmp_path, standing, keep):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "problem"),
     [
         ({"version": [{}]}, "format"),
         ({"best_round": 1e999}, "damaged: best_round"),
@@ -147,13 +147,13 @@ def test_a_file_that_was_cut_off_is_refused(tmp_path, standing, keep):
         (None, "damaged"),
     ],
 )
-def test_facts_that_are_not_ours_are_refused(tmp_path, standing, change, told):
+def test_load_standing_with_foreign_metadata_raises(tmp_path, standing, change, problem):
     file = tmp_path / "a.safetensors"
     save_standing(file, standing, "digest")
     tensors, metadata = unseal(file.read_bytes(), "file", "")
-    said = {"gradveil": json.dumps(json.loads(metadata["gradveil"]) | change)} if change else None
-    file.write_bytes(seal(tensors, said))
-    with pytest.raises(GradveilError, match=told):
+    message = {"gradveil": json.dumps(json.loads(metadata["gradveil"]) | change)} if change else None
+    file.write_bytes(seal(tensors, message))
+    with pytest.raises(GradveilError, match=problem):
         load_standing(file, "digest")
 
 
@@ -170,7 +170,7 @@ def test_facts_that_are_not_ours_are_refused(tmp_path, standing, change, told):
         {"clients": 3},
     ],
 )
-def test_rounds_with_numbers_that_none_has_are_refused(tmp_path, standing, change):
+def test_load_standing_with_impossible_numbers_raises(tmp_path, standing, change):
     file = tmp_path / "a.safetensors"
     tensors, metadata = unseal(pack_standing(standing, "digest"), "file", "")
     facts = json.loads(metadata["gradveil"])
@@ -180,19 +180,19 @@ def test_rounds_with_numbers_that_none_has_are_refused(tmp_path, standing, chang
         load_standing(file, "digest")
 
 
-def test_no_flipped_byte_is_read_as_good(standing):
+def test_load_standing_detects_every_flipped_byte(standing):
     """Every byte of the header, and many of the tensors."""
     content = pack_standing(standing, "digest")
     draw = np.random.default_rng(0)
-    places = [*range(0, 600), *draw.integers(0, len(content), size=400)]
-    for place in places:
+    positions = [*range(0, 600), *draw.integers(0, len(content), size=400)]
+    for position in positions:
         damaged = bytearray(content)
-        damaged[place] ^= 1 << int(draw.integers(8))
+        damaged[position] ^= 1 << int(draw.integers(8))
         with pytest.raises(DamagedError):
             unpack_standing(bytes(damaged), "digest")
 
 
-def test_a_file_without_a_digest_is_refused_with_a_remedy(tmp_path, standing):
+def test_load_standing_without_a_digest_raises(tmp_path, standing):
     file = tmp_path / "a.safetensors"
     tensors, metadata = unseal(pack_standing(standing, "digest"), "file", "")
     save_file(tensors, file, metadata)

@@ -78,7 +78,7 @@ def parallel(batch: int, step: int = 5) -> Parallel:
 
 
 @pytest.mark.parametrize(("size", "start"), [(64, 0), (64, 300), (128, 0), (128, 300)])
-def test_rows_of_layers_with_the_same_inputs_are_compared_with_each_other(size: int, start: int) -> None:
+def test_exposure_compares_rows_of_layers_with_the_same_inputs(size: int, start: int) -> None:
     net, batch = parallel(size), some(size, start)
     update = gradient(net, batch)
     read = recognised(update["left.weight"] - update["right.weight"], update["left.bias"] - update["right.bias"], batch)
@@ -90,7 +90,7 @@ def test_rows_of_layers_with_the_same_inputs_are_compared_with_each_other(size: 
 
 
 @pytest.mark.parametrize("size", [32, 64, 128])
-def test_a_convolution_with_one_position_is_a_linear_layer(size: int) -> None:
+def test_exposure_treats_a_convolution_with_one_position_as_linear(size: int) -> None:
     """An imprint in 100 of 256 kernels as large as the image, of sizes from 0.5 to 1.5."""
     conv, second = nn.Conv2d(1, 256, 16), nn.Linear(256, 32)
     layers = {"first": conv, "a": nn.ReLU(), "flat": nn.Flatten(), "second": second, "b": nn.ReLU()}
@@ -98,14 +98,17 @@ def test_a_convolution_with_one_position_is_a_linear_layer(size: int) -> None:
     assert not shown(net, batch).malice
     measure = torch.randn(256, generator=generator) / 16
     cuts = (PUBLIC.inputs.flatten(1) @ measure).quantile(torch.linspace(0, 1, 102)[1:-1])
-    places, sizes = torch.randperm(256, generator=generator)[:100], 0.5 + torch.rand(100, generator=generator)
+    positions, sizes = torch.randperm(256, generator=generator)[:100], 0.5 + torch.rand(100, generator=generator)
     assert conv.bias is not None
     with torch.no_grad():
-        conv.weight[places] = (sizes[:, None] * measure).view(100, 1, 16, 16)
-        conv.bias[places] = -cuts * sizes
-        second.weight[:, places] = second.weight[:, places[:1]] / sizes
+        conv.weight[positions] = (sizes[:, None] * measure).view(100, 1, 16, 16)
+        conv.bias[positions] = -cuts * sizes
+        second.weight[:, positions] = second.weight[:, positions[:1]] / sizes
     update = gradient(net, batch)
-    rows, shifts = update["first.weight"].flatten(1)[places] * sizes[:, None], update["first.bias"][places] * sizes
+    rows, shifts = (
+        update["first.weight"].flatten(1)[positions] * sizes[:, None],
+        update["first.bias"][positions] * sizes,
+    )
     read = recognised(rows.diff(dim=0), shifts.diff(), batch)
     exposed = shown(net, batch)
     assert len(exposed.read) >= 0.8 * read >= 0.15 * size
@@ -141,7 +144,7 @@ def _normed(batch: int) -> nn.Module:
 
 @pytest.mark.parametrize("size", [32, 64])
 @pytest.mark.parametrize("make", [_tied, _normed])
-def test_weights_that_go_by_other_names_are_looked_at(make: Callable[[int], nn.Module], size: int) -> None:
+def test_exposure_inspects_parametrised_weights(make: Callable[[int], nn.Module], size: int) -> None:
     net, batch = make(size), some(size)
     exposed, update = shown(net, batch), gradient(net, batch)
     assert exposed.malice
@@ -152,7 +155,7 @@ def test_weights_that_go_by_other_names_are_looked_at(make: Callable[[int], nn.M
     assert shown(net, batch, noisy).share < 0.1
 
 
-def test_honest_weights_that_go_by_other_names_raise_no_alarm() -> None:
+def test_exposure_of_honest_parametrised_weights_is_no_malice() -> None:
     normed = perceptron()
     weight_norm(linear(normed, "first"))
     for net in (normed, Tied()):
@@ -160,7 +163,7 @@ def test_honest_weights_that_go_by_other_names_raise_no_alarm() -> None:
 
 
 @pytest.mark.parametrize("size", [32, 64])
-def test_what_two_rounds_show_together_is_a_leak(size: int) -> None:
+def test_exposure_of_the_difference_of_two_rounds_is_a_leak(size: int) -> None:
     """Each of them alone shows what an honest model shows."""
     batch, (net, moved) = some(size), moved_quantiles(perceptron(), size)
     last, sent = gradient(net, batch), gradient(moved, batch)
@@ -172,9 +175,9 @@ def test_what_two_rounds_show_together_is_a_leak(size: int) -> None:
     assert read > 0.5 * size > 1.9 * len(alone.read)
     exposed = exposure(client, params, batch, sent, last=last)
     assert exposed.share >= 0.7 * read / size
-    found = exposed.leak()
-    assert found is not None
-    assert "the difference from the last update shows" in found.evidence
+    result = exposed.leak()
+    assert result is not None
+    assert "the difference from the last update shows" in result.evidence
     assert exposed.read == alone.read
     noise = Key(5).generator()
     noisy = {name: value + 0.01 * torch.randn(value.shape, generator=noise) for name, value in sent.items()}
@@ -195,7 +198,7 @@ class Views(nn.Module):
         return both[: len(x)] + both[len(x) :]
 
 
-def test_what_nobody_looked_at_is_named() -> None:
+def test_exposure_names_uninspected_matrices() -> None:
     turned = nn.Sequential(nn.ConvTranspose2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 18 * 18, 10))
     initialise(turned, Key(0).generator())
     normed = perceptron()

@@ -29,10 +29,10 @@ def rewritten(
 ) -> bytes:
     """Encode again with other numbers in the header of one tensor, sealed with the right checksum."""
     data = encode(UPDATE)
-    found = inspect(data, LAYOUT)
-    entries = [entry._replace(**changes) if tensor in entry.names else entry for entry in found.entries]
-    body = data[found.start : -4] if content is None else content
-    return sealed(header.write(LAYOUT, entries, found.mask, found.deflated) + body)
+    result = inspect(data, LAYOUT)
+    entries = [entry._replace(**changes) if tensor in entry.names else entry for entry in result.entries]
+    body = data[result.start : -4] if content is None else content
+    return sealed(header.write(LAYOUT, entries, result.mask, result.deflated) + body)
 
 
 def one(
@@ -43,11 +43,11 @@ def one(
     return header.write(layout, [entry], digest(mask) if mask else b"", bool(entry.planes)), layout
 
 
-def test_every_flipped_bit_and_every_cut_is_noticed() -> None:
+def test_decode_detects_every_flipped_bit_and_truncation() -> None:
     data = encode(UPDATE)
-    for place in range(8 * len(data)):
+    for position in range(8 * len(data)):
         turned = bytearray(data)
-        turned[place // 8] ^= 1 << place % 8
+        turned[position // 8] ^= 1 << position % 8
         with pytest.raises(WireError):
             decode(turned, LAYOUT)
     for length in range(len(data) - 4):
@@ -57,7 +57,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed() -> None:
             decode(sealed(data[:length]), LAYOUT)
 
 
-def test_each_damage_has_its_name() -> None:
+def test_decode_names_each_kind_of_damage() -> None:
     data = encode(UPDATE)
     body = data[:-4]
     assert [entry.names for entry in inspect(data, LAYOUT).entries] == [("b", "w")]
@@ -81,7 +81,7 @@ def test_each_damage_has_its_name() -> None:
     refused(sealed(body[:16]), "ends within its header")
 
 
-def test_what_is_coded_together_is_bounded() -> None:
+def test_decode_with_too_many_tensors_together_raises() -> None:
     layout = Layout({name: Described((1 << 15,), torch.float32) for name in "abc"})
     entry = header.TensorEntry(("a", "b", "c"), torch.float32, 3 << 15, 0, 0, 0)
     data = sealed(header.write(layout, [entry], b"", False))
@@ -91,59 +91,59 @@ def test_what_is_coded_together_is_bounded() -> None:
     assert not any(value.any() for value in decode(sealed(header.write(layout, two, b"", False)), layout).values())
 
 
-def test_a_dtype_that_no_sender_has_is_refused() -> None:
+def test_decode_with_an_impossible_dtype_raises() -> None:
     layout = Layout({"n": Described((3,), torch.int64)})
     entry = header.TensorEntry(("n",), torch.float32, 3, 0, 0, 0)
     with pytest.raises(WireError, match=r"update\.n: has values that are wider"):
         decode(sealed(header.write(layout, [entry], b"", False)), layout)
 
 
-def test_numbers_of_the_coding_that_do_not_fit_are_refused() -> None:
-    found = inspect(encode(UPDATE), LAYOUT)
-    entry = found.entries[0]
+def test_decode_with_inconsistent_numbers_raises() -> None:
+    result = inspect(encode(UPDATE), LAYOUT)
+    entry = result.entries[0]
     most = entry.among.bit_length()
-    refused(rewritten(kept=entry.among + 1), f"{entry.among + 1} where at most {entry.among}")
+    refused(rewritten(sent=entry.among + 1), f"{entry.among + 1} where at most {entry.among}")
     refused(rewritten(low=most + 1), f"number {most + 2} where at most {most}")
     refused(rewritten(unary=1 << 20), "number 1048576 where")
     refused(rewritten(unary=entry.unary + 1), "out of order or out of bounds")
-    content = bytes(entry.position_bytes) + encode(UPDATE)[found.start + entry.position_bytes : -4]
+    content = bytes(entry.position_bytes) + encode(UPDATE)[result.start + entry.position_bytes : -4]
     refused(rewritten(content=content), "out of order or out of bounds")
 
 
-def test_zeros_among_the_entries_sent_are_refused() -> None:
+def test_decode_with_zeros_among_sent_entries_raises() -> None:
     data = encode(UPDATE)
-    found = inspect(data, LAYOUT)
-    place = found.start + found.entries[0].position_bytes
+    result = inspect(data, LAYOUT)
+    position = result.start + result.entries[0].position_bytes
     for zero in (b"\0\0\0\0", b"\0\0\0\x80"):
-        refused(sealed(data[:place] + zero + data[place + 4 : -4]), "lists zeros")
+        refused(sealed(data[:position] + zero + data[position + 4 : -4]), "lists zeros")
 
 
-def test_planes_inflate_to_exactly_their_number() -> None:
+def test_decode_planes_must_inflate_to_their_length() -> None:
     update = {"w": torch.full((5000,), 0.37)}
     data = encode(update, deflate=True)
-    found = inspect(data, Layout.of(update))
-    entry = found.entries[0]
+    result = inspect(data, Layout.of(update))
+    entry = result.entries[0]
     assert all(entry.planes)
     for count in (4999, 5001, 500):
-        said, layout = one(entry._replace(among=count, kept=count), (count,), torch.float32)
+        message, layout = one(entry._replace(among=count, sent=count), (count,), torch.float32)
         with pytest.raises(WireError, match="do not inflate to their number"):
-            decode(sealed(said + data[found.start : -4]), layout)
+            decode(sealed(message + data[result.start : -4]), layout)
     longer, layout = one(entry._replace(planes=(entry.planes[0] + 1, *entry.planes[1:])), (5000,), torch.float32)
-    first = data[found.start : found.start + entry.planes[0]]
-    rest = data[found.start + entry.planes[0] : -4]
+    first = data[result.start : result.start + entry.planes[0]]
+    rest = data[result.start + entry.planes[0] : -4]
     for body in (first + b"\0" + rest, b"\xff" * (len(first) + 1) + rest):
         with pytest.raises(WireError, match="do not inflate"):
             decode(sealed(longer + body), layout)
 
 
-def test_a_plane_without_its_end_is_refused() -> None:
+def test_decode_with_an_unfinished_plane_raises() -> None:
     raw = bytes(5000)
     stream = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS)
     open_ended = stream.compress(raw) + stream.flush(zlib.Z_SYNC_FLUSH)
     entry = header.TensorEntry(("w",), torch.float16, 5000, 5000, None, 0, (len(open_ended), 0))
     for planes, ends in ((open_ended, False), (open_ended + stream.flush(), True)):
-        said, layout = one(entry._replace(planes=(len(planes), 0)), (5000,), torch.float16)
-        data = sealed(said + planes + raw)
+        message, layout = one(entry._replace(planes=(len(planes), 0)), (5000,), torch.float16)
+        data = sealed(message + planes + raw)
         if ends:
             assert not decode(data, layout)["w"].any()
         else:
@@ -151,12 +151,12 @@ def test_a_plane_without_its_end_is_refused() -> None:
                 decode(data, layout)
 
 
-def test_a_mask_has_as_many_entries_as_the_header_says() -> None:
+def test_decode_mask_of_another_size_raises() -> None:
     mask = {"w": torch.arange(8) < 4}
     for among in (3, 4, 5):
         entry = header.TensorEntry(("w",), torch.float32, among, among, None, 0)
-        said, layout = one(entry, (8,), torch.float32, mask)
-        data = sealed(said + bytes(4 * among))
+        message, layout = one(entry, (8,), torch.float32, mask)
+        data = sealed(message + bytes(4 * among))
         if among == 4:
             assert not decode(data, layout, mask=mask)["w"].any()
         else:
@@ -165,13 +165,13 @@ def test_a_mask_has_as_many_entries_as_the_header_says() -> None:
 
 
 @pytest.mark.parametrize("low", [0, 1, 16])
-def test_working_memory_is_bounded_for_the_most_wasteful_code(low: int) -> None:
+def test_decode_memory_is_bounded_for_the_most_wasteful_code(low: int) -> None:
     entries = 1 << 17
     entry = header.TensorEntry(("w",), torch.float64, entries, entries, low, entries)
     content = bytes(low * entries // 8) + b"\xff" * (entries // 8) + torch.ones(entries).double().numpy().tobytes()
     for mask in (None, {"w": torch.ones(entries, dtype=torch.bool)}):
-        said, layout = one(entry, (entries,), torch.float64, mask)
-        data = sealed(said + content)
+        message, layout = one(entry, (entries,), torch.float64, mask)
+        data = sealed(message + content)
         tracemalloc.start()
         before = tracemalloc.get_traced_memory()[0]
         arrived = decode(data, layout, mask=mask)
@@ -181,7 +181,7 @@ def test_working_memory_is_bounded_for_the_most_wasteful_code(low: int) -> None:
         assert 8 * entries < peak < (8 + WORKING_BYTES) * entries
 
 
-def test_a_header_of_many_tensors_takes_little_memory() -> None:
+def test_inspect_many_tensors_takes_little_memory() -> None:
     """Each tensor is coded for itself, which takes two bytes where a sender would have coded all together."""
     layout = Layout({f"{i:x}": Described((), torch.float32) for i in range(1 << 13)})
     entries = [header.TensorEntry((name,), torch.float32, 1, 1, None, 0) for name in sorted(layout)]
@@ -194,14 +194,14 @@ def test_a_header_of_many_tensors_takes_little_memory() -> None:
     assert peak < 1000 * len(layout)
 
 
-def test_a_strangers_name_does_no_harm_in_a_log() -> None:
+def test_wire_error_escapes_untrusted_names() -> None:
     strange = Layout.of({"\x1b[31m" + "x" * 500: torch.zeros(1)})
-    told = str(WireError(LAYOUT.differences(strange)))
-    assert "\x1b" not in told
-    assert len(told) < 1000
+    problem = str(WireError(LAYOUT.differences(strange)))
+    assert "\x1b" not in problem
+    assert len(problem) < 1000
 
 
-def test_mutated_inputs_are_refused_or_decoded_within_the_bound() -> None:
+def test_decode_of_mutated_bytes_raises_or_stays_within_memory() -> None:
     ended, worst = fuzz(10_000, 1)
     assert sum(ended.values()) == 10_000
     assert ended["decoded"] > 250
@@ -209,7 +209,7 @@ def test_mutated_inputs_are_refused_or_decoded_within_the_bound() -> None:
     assert worst <= 1
 
 
-def test_a_decoder_that_lets_damage_through_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_test_catches_a_lenient_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradveil.wire.positions_and_values.all_finite", lambda bits, dtype: True)
     with pytest.raises(AssertionError, match="not finite came through"):
         fuzz(10_000, 1)

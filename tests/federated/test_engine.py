@@ -61,15 +61,15 @@ def by_hand(experiment, rounds, optimiser):
         (Local(batch=5, lr=0.02, epochs=2, optimiser="adam"), lambda p: torch.optim.Adam(p, lr=0.02)),
     ],
 )
-def test_three_rounds_equal_a_loop_written_by_hand(local, optimiser):
+def test_train_three_rounds_equal_a_manual_loop(local, optimiser):
     experiment = federation(local=local)
-    found = train(experiment, 3).params
+    result = train(experiment, 3).params
     expected = by_hand(experiment, 3, optimiser)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value.detach(), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(result[name], value.detach(), rtol=1e-9, atol=1e-9)
 
 
-def test_step_sizes_change_after_so_many_rounds():
+def test_train_pace_changes_the_clients_step_size():
     """Four clients a round, so the fifth of torch's optimisers is the first of the second round."""
     experiment = federation(local=Local(batch=5, lr=0.1, epochs=1, momentum=0.9), pace=((1, 0.1), (2, 0.5)))
     made = itertools.count()
@@ -77,16 +77,16 @@ def test_step_sizes_change_after_so_many_rounds():
     def optimiser(parameters):
         return torch.optim.SGD(parameters, lr=(0.1, 0.01, 0.05)[next(made) // 4], momentum=0.9)
 
-    found, expected = train(experiment, 3).params, by_hand(experiment, 3, optimiser)
+    result, expected = train(experiment, 3).params, by_hand(experiment, 3, optimiser)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value.detach(), rtol=1e-9, atol=1e-9)
-    assert same(train(experiment, 3, replace(train(experiment, 2), status="running")).params, found), (
+        torch.testing.assert_close(result[name], value.detach(), rtol=1e-9, atol=1e-9)
+    assert same(train(experiment, 3, replace(train(experiment, 2), status="running")).params, result), (
         "a training that goes on"
     )
-    assert not same(train(replace(experiment, pace=()), 3).params, found)
+    assert not same(train(replace(experiment, pace=()), 3).params, result)
 
 
-def test_without_local_training_it_is_the_server_whose_steps_change():
+def test_train_pace_without_local_training_changes_the_servers_step_size():
     experiment = federation(local=None, server=Server(lr=0.5, momentum=0.9), pace=((1, 0.1),))
     first = replace(train(experiment, 1), status="running")
     slower = replace(experiment, server=Server(lr=0.05, momentum=0.9), pace=())
@@ -94,16 +94,16 @@ def test_without_local_training_it_is_the_server_whose_steps_change():
     assert not same(train(experiment, 2, first).params, train(replace(experiment, pace=()), 2, first).params)
 
 
-def test_a_record_has_the_step_size_of_its_round(tmp_path):
+def test_record_has_the_step_size_of_its_round(tmp_path):
     local = LocalConfig(lr=0.1, batch=5, epochs=1)
     recorder = UpdateRecorder(tmp_path / "record", local=local, sends="difference", rounds=None, clients=("0",))
     train(federation(local=Local(batch=5, lr=0.1, epochs=1), pace=((1, 0.1),), recorder=recorder), 2)
-    told = [seen.facts.local for seen in read_recorded(tmp_path / "record")]
-    assert [each.lr for each in told] == pytest.approx([0.1, 0.01])
-    assert told[0] == local
+    problem = [seen.facts.local for seen in read_recorded(tmp_path / "record")]
+    assert [each.lr for each in problem] == pytest.approx([0.1, 0.01])
+    assert problem[0] == local
 
 
-def test_federated_sgd_moves_by_the_weighted_mean_gradient():
+def test_train_fedsgd_moves_by_the_weighted_mean_gradient():
     experiment = federation(local=None, server=Server(lr=0.5))
     after = train(experiment, 1).params
     whole = [share.train for share in experiment.shares]
@@ -116,7 +116,7 @@ def test_federated_sgd_moves_by_the_weighted_mean_gradient():
     assert not same(after, fewer)
 
 
-def test_learning_is_measured_on_examples_nobody_trained_on():
+def test_train_measures_accuracy_on_test_examples():
     done = train(federation(), 12)
     accuracies = [record.accuracy for record in done.records]
     assert accuracies[-1] > 0.85 > accuracies[0]
@@ -132,7 +132,7 @@ def test_learning_is_measured_on_examples_nobody_trained_on():
 @pytest.mark.parametrize(
     "text", ["none", 'dp(clip=1, sigma=0.1) + dropout(0.25, where="2")', "dgp(feedback=true)", "adgp"]
 )
-def test_a_training_that_is_taken_up_again_ends_with_the_same_bits(text):
+def test_train_resumed_gives_the_same_bits(text):
     experiment = federation(text, participation=0.75, server=Server("yogi", lr=0.05))
     whole = train(experiment, 4)
     part = train(federation(text, participation=0.75, server=Server("yogi", lr=0.05)), 2)
@@ -144,7 +144,7 @@ def test_a_training_that_is_taken_up_again_ends_with_the_same_bits(text):
     assert not same(whole.params, train(replace(experiment, key=Key(8)), 4).params)
 
 
-def test_every_client_and_round_draws_noise_of_its_own():
+def test_train_draws_new_noise_per_client_and_round():
     experiment = federation("gaussian(0.1)", local=None)
     start = experiment.start()
     quiet = federation(local=None)
@@ -160,7 +160,7 @@ def test_every_client_and_round_draws_noise_of_its_own():
     assert torch.equal(again["1.weight"], experiment.local_update(start, 0, 1)[0]["1.weight"])
 
 
-def test_error_feedback_keeps_a_residual_for_each_client():
+def test_train_error_feedback_keeps_a_residual_per_client():
     done = train(federation("topk(0.1, feedback=true)"), 2)
     assert sorted(done.clients) == [0, 1, 2, 3]
     residuals = [torch.cat([v.flatten() for v in state.values()]) for state in done.clients.values()]
@@ -168,7 +168,7 @@ def test_error_feedback_keeps_a_residual_for_each_client():
     assert not torch.equal(residuals[0], residuals[1])
 
 
-def test_a_server_chooses_some_clients_and_some_of_them_do_not_answer():
+def test_chosen_selects_clients_of_which_some_are_absent():
     experiment = federation(clients=8, participation=0.5, absent=0.3)
     rounds = [experiment.chosen(number) for number in range(1, 60)]
     assert all(len(answers) + len(absent) == 4 for answers, absent in rounds)
@@ -181,7 +181,7 @@ def test_a_server_chooses_some_clients_and_some_of_them_do_not_answer():
     assert federation(clients=8, participation=0.01).chosen(1)[0]
 
 
-def test_a_round_in_which_nobody_answers_changes_nothing():
+def test_round_without_answers_changes_nothing():
     experiment = federation(clients=2, absent=0.9)
     empty = next(number for number in range(1, 200) if not experiment.chosen(number)[0])
     standing = experiment.start()
@@ -192,7 +192,7 @@ def test_a_round_in_which_nobody_answers_changes_nothing():
     assert after.records[-1].bytes_up == 0
 
 
-def test_training_stops_when_validation_does_not_get_better_and_keeps_the_best():
+def test_train_with_patience_stops_early_with_the_best_parameters():
     experiment = federation(local=Local(batch=5, lr=3.0, epochs=3), patience=2)
     done = train(experiment, 50)
     assert done.status == "stopped early"
@@ -204,7 +204,7 @@ def test_training_stops_when_validation_does_not_get_better_and_keeps_the_best()
     assert not same(done.final, done.params)
 
 
-def test_rounds_in_which_nobody_answers_do_not_end_a_training_that_still_learns():
+def test_train_patience_ignores_rounds_without_answers():
     done = train(federation(clients=1, absent=0.7, patience=2), 20)
     answered = [bool(record.clients) for record in done.records]
     assert "000" in "".join(str(int(one)) for one in answered), "more rounds on end than patience has"
@@ -217,13 +217,13 @@ def test_rounds_in_which_nobody_answers_do_not_end_a_training_that_still_learns(
     assert sum(bool(record.clients) for record in stopped.records[stopped.best_round :]) == 2
 
 
-def test_a_training_that_diverges_says_so():
+def test_train_diverging_has_that_status():
     done = train(federation("gaussian(1e300)", server=Server(lr=1e10)), 5)
     assert done.status == "diverged"
     assert len(done.records) < 5
 
 
-def test_bytes_are_those_of_what_is_sent():
+def test_round_bytes_are_those_of_the_encoded_updates():
     dense, sparse = (train(federation(text), 3) for text in ("none", "topk(0.1)"))
     values = 4 * sum(value.numel() for value in dense.params.values())
     # Deflating takes at most a sixth away; names and shapes do not travel.
@@ -235,7 +235,7 @@ def test_bytes_are_those_of_what_is_sent():
     assert later <= 4 * (0.6 * values + header), "then what the round changed: no more than four times a tenth"
 
 
-def test_the_whole_model_is_encoded_only_for_who_needs_it(monkeypatch):
+def test_round_sends_the_whole_model_only_to_new_clients(monkeypatch):
     """Everybody was there: the round encodes what each sends and what it changed, and nothing else."""
     experiment = federation(clients=3)
     standing = experiment.round(experiment.start())
@@ -246,7 +246,7 @@ def test_the_whole_model_is_encoded_only_for_who_needs_it(monkeypatch):
     assert after.records[-1].bytes_down == 3 * standing.moved
 
 
-def test_who_was_sent_a_round_and_did_not_answer_it_needs_no_whole_model():
+def test_round_sends_the_last_change_to_absent_clients():
     experiment = federation(absent=0.5)
     standing = experiment.round(experiment.start())
     assert standing.records[0].absent
@@ -254,21 +254,21 @@ def test_who_was_sent_a_round_and_did_not_answer_it_needs_no_whole_model():
     assert experiment.round(standing).records[-1].bytes_down == 4 * standing.moved
 
 
-def test_what_speakers_say_before_a_round_is_paid_for():
+def test_round_bytes_include_public_messages():
     """One client's mask goes up, a bit an entry; everybody is sent it."""
     quiet, loud = (train(federation(text), 1).records[0] for text in ("dgp(feedback=true)", "adgp"))
     experiment = federation("adgp")
     bits = sum(-(-value.numel() // 8) for value in experiment.client.params().values())
     assert speakers(experiment.client) == 1
     assert loud.bytes_down - quiet.bytes_down == 4 * bits
-    sent = experiment.heard(experiment.start(), range(4), 1)
+    sent = experiment.announced(experiment.start(), range(4), 1)
     assert sent[1] == bits
     updates = [experiment.local_update(experiment.start(), i, 1, sent[0])[0] for i in range(4)]
-    kept = sum(int((value != 0).sum()) for update in updates for value in update.values())
-    assert loud.bytes_up > bits + 4 * kept
+    selected = sum(int((value != 0).sum()) for update in updates for value in update.values())
+    assert loud.bytes_up > bits + 4 * selected
 
 
-def test_evaluation_switches_randomness_off_and_leaves_the_model_as_it_was():
+def test_evaluate_is_deterministic_and_restores_the_model():
     experiment = federation('dropout(0.5, where="2")')
     experiment.client.model.train()
     params = experiment.client.params()
@@ -287,24 +287,24 @@ class Louder(nn.Module):
         return 100 * x if self.training else x
 
 
-def test_a_users_module_is_evaluated_as_one_that_is_not_trained():
+def test_evaluate_sets_custom_modules_to_eval_mode():
     experiment = federation()
     loud = replace(experiment, client=Client(nn.Sequential(*net(), Louder()).train(), local=experiment.client.local))
     params = experiment.client.params()
     assert loud.evaluate(params, loud.test) == experiment.evaluate(params, experiment.test)
 
 
-def test_the_validation_loss_is_the_mean_over_all_clients_whoever_takes_part():
+def test_round_validation_loss_is_the_mean_over_all_clients():
     experiment = federation(participation=0.5)
     after = experiment.round(experiment.start())
-    told = [experiment.evaluate(after.params, share.validation) for share in experiment.shares]
-    assert len({loss for loss, _ in told}) == 4
+    problem = [experiment.evaluate(after.params, share.validation) for share in experiment.shares]
+    assert len({loss for loss, _ in problem}) == 4
     record = after.records[0]
-    assert record.validation_loss == pytest.approx(sum(loss for loss, _ in told) / 4)
-    assert record.validation_accuracy == pytest.approx(sum(right for _, right in told) / 4)
+    assert record.validation_loss == pytest.approx(sum(loss for loss, _ in problem) / 4)
+    assert record.validation_accuracy == pytest.approx(sum(right for _, right in problem) / 4)
 
 
-def test_settings_that_cannot_be_meant_are_refused_at_once():
+def test_federation_with_invalid_settings_raises_every_problem():
     with pytest.raises(GradveilError) as caught:
         federation(clients=0, participation=0.0, absent=1.0, patience=0, batch=0, pace=((3, 0.0),))
     assert len(caught.value.problems) == 7
@@ -316,7 +316,7 @@ def test_settings_that_cannot_be_meant_are_refused_at_once():
         replace(experiment, test=none, shares=[replace(experiment.shares[0], validation=none), *experiment.shares[1:]])
 
 
-def test_a_training_that_diverges_ends_with_its_best_parameters():
+def test_train_diverging_ends_with_its_best_parameters():
     experiment = federation()
     first = experiment.round(experiment.start())
     torn = tuple(
@@ -327,14 +327,14 @@ def test_a_training_that_diverges_ends_with_its_best_parameters():
     assert same(done.final, first.params)
 
 
-def test_parameters_beyond_all_numbers_are_not_what_a_training_ends_with():
+def test_train_never_ends_with_infinite_parameters():
     first = federation().round(federation().start())
     done = federation("gaussian(1000)", server=Server(lr=1e308)).round(first)
     assert (done.status, done.best_round, done.records[-1].refused) == ("diverged", 1, ())
     assert same(done.final, first.params)
 
 
-def test_a_validation_loss_that_is_no_number_is_worse_than_any():
+def test_train_nan_validation_loss_is_worse_than_any():
     experiment = federation(patience=3)
     first = experiment.round(experiment.start())
     for odd in (math.nan, math.inf):
@@ -358,7 +358,7 @@ def spoilt(experiment: Federation, *clients: int) -> Federation:
     return replace(experiment, shares=[torn(s) if i in clients else s for i, s in enumerate(experiment.shares)])
 
 
-def test_an_update_that_is_not_finite_is_left_out_and_said():
+def test_round_leaves_out_updates_that_are_not_finite():
     whole = federation("dgp(feedback=true)", together=False)
     experiment = spoilt(whole, 1, 2)
     done = train(experiment, 2)
@@ -374,13 +374,13 @@ def test_an_update_that_is_not_finite_is_left_out_and_said():
     assert same(done.clients[1], experiment.client.init(experiment.client.params())), "what it carries stays as it was"
 
 
-def test_where_nothing_is_finite_the_training_diverges():
+def test_round_without_finite_updates_diverges():
     done = train(spoilt(federation(), 0, 1, 2, 3), 3)
     assert (done.status, len(done.records)) == ("diverged", 1)
     assert done.records[0].refused == (0, 1, 2, 3)
     assert done.records[0].bytes_up == 0
 
 
-def test_who_was_left_out_is_kept_on_disk():
+def test_checkpoint_stores_refused_clients():
     done = train(spoilt(federation(), 1), 1)
     assert unpack_standing(pack_standing(done, "this"), "this").records == done.records

@@ -79,7 +79,7 @@ def name_of(request: pytest.FixtureRequest) -> str:
     return request.node.callspec.params["made"]
 
 
-def test_crafted_model_gives_examples_away(made, request) -> None:
+def test_exposure_of_a_crafted_model_reveals_examples(made, request) -> None:
     batch, most = some(32), LOOSE.get(name_of(request), 0.05)
     update = gradient(made.model, batch)
     count = reconstructed(made, update, batch, most)
@@ -88,27 +88,27 @@ def test_crafted_model_gives_examples_away(made, request) -> None:
     assert reconstructed(made, update, some(32, 300), most) <= 2, "nothing is read of images that are not in the update"
 
 
-def test_update_of_crafted_model_is_refused(made) -> None:
+def test_guarded_update_of_a_crafted_model_raises(made) -> None:
     exposed = shown(made.model, some(32))
     assert exposed.malice
     with pytest.raises(GradveilError, match=r"malice: .* -> do not send it"):
         guarded_update(exposed, "refuse", "ignore", lambda finding: None)
 
 
-def test_round_before_with_the_same_crafted_model_excuses_nothing(made) -> None:
+def test_exposure_with_the_same_crafted_model_before_is_malice(made) -> None:
     before = dict(made.model.state_dict())
     assert shown(made.model, some(32), previous=before).malice
     assert shown(made.model, some(32), previous=dict(made.honest.state_dict())).malice
 
 
-def test_weights_show_most_of_them(made, request) -> None:
+def test_inspect_finds_most_crafted_models(made, request) -> None:
     seen = {finding.family for finding in inspect(made.model, dict(made.model.state_dict()))}
     assert bool(seen) is (name_of(request) not in UNSEEN_IN_WEIGHTS)
     assert not {finding.family for finding in inspect(made.honest, dict(made.honest.state_dict()))}
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_honest_model_raises_no_alarm_of_malice(name: str) -> None:
+def test_exposure_of_an_honest_model_is_no_malice(name: str) -> None:
     net = HONEST[name]()
     assert inspect(net, dict(net.state_dict())) == inspect(None, dict(net.state_dict())) == []
     for batch in batches(PRIVATE, (8, 24, 64)):
@@ -118,7 +118,7 @@ def test_honest_model_raises_no_alarm_of_malice(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UNSCALED)
-def test_inputs_that_are_not_scaled_raise_no_alarm_behind_norms_of_the_batch(name: str) -> None:
+def test_exposure_of_unscaled_inputs_behind_batchnorm_is_no_malice(name: str) -> None:
     """A norm of the batch hands errors on to examples of which the model is sure, and has next to none of its own."""
     net = UNSCALED[name]()
     for start in (0, 300):
@@ -127,14 +127,14 @@ def test_inputs_that_are_not_scaled_raise_no_alarm_behind_norms_of_the_batch(nam
 
 
 @pytest.mark.parametrize("size", [1e-9, 1e-11, 1e-25])
-def test_rows_of_any_size_are_as_exact_as_others(size: float) -> None:
+def test_exposure_does_not_depend_on_the_size_of_rows(size: float) -> None:
     made, batch = faint(32, size=size), some(32)
     exposed = shown(made.model, batch)
     assert len(exposed.read) >= reconstructed(made, gradient(made.model, batch), batch) >= 20
     assert exposed.malice
 
 
-def test_columns_tell_where_rows_are_silent() -> None:
+def test_exposure_finds_examples_in_columns() -> None:
     """Those of a unit that one image passes are the image's errors; of these follows what passes the other units."""
     large, small = shown(silent(32), some(32)), shown(silent(8), some(8))
     assert not large.layers[0].singled
@@ -149,7 +149,7 @@ def test_columns_tell_where_rows_are_silent() -> None:
 @pytest.mark.parametrize(
     ("size", "start", "malice"), [(32, 300, False), (64, 300, False), (64, 0, True), (32, 0, True)]
 )
-def test_an_excess_over_fresh_parameters_alone_is_malice_from_half_of_the_batch_on(
+def test_excess_over_fresh_parameters_alone_is_malice_above_half_of_the_batch(
     size: int, start: int, malice: bool
 ) -> None:
     """Nothing else tells: there are no biases to leave out, and the round before came with the same weights."""
@@ -159,7 +159,7 @@ def test_an_excess_over_fresh_parameters_alone_is_malice_from_half_of_the_batch_
     assert bool(exposed.malice) is malice
 
 
-def test_an_honest_model_exceeds_fresh_ones_by_a_quarter_of_the_batch() -> None:
+def test_honest_model_exceeds_fresh_parameters_by_a_quarter_of_the_batch() -> None:
     """It learned features that few examples have; without its biases it singles out as many."""
     exposed = shown(trained(perceptron(), 10), some(24))
     fresh = shown(perceptron(), some(24))
@@ -168,14 +168,14 @@ def test_an_honest_model_exceeds_fresh_ones_by_a_quarter_of_the_batch() -> None:
 
 
 @pytest.mark.parametrize("size", [8, 20, 32, 64])
-def test_fishing_is_malice_behind_norms_of_the_batch(size: int) -> None:
+def test_exposure_of_fishing_behind_batchnorm_is_malice(size: int) -> None:
     net = fishing(size, norm=BatchStatistics).model
     for batch in (some(size), unscaled(some(size))):
         assert any("learns from 1" in finding.evidence for finding in shown(net, batch).malice)
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
-def test_rounds_of_honest_training_raise_no_alarm(name: str) -> None:
+def test_exposure_of_honest_rounds_is_no_malice(name: str) -> None:
     net, before = HONEST[name](), None
     for _ in range(4):
         for batch in batches(PRIVATE, (32, 64)):
@@ -186,7 +186,7 @@ def test_rounds_of_honest_training_raise_no_alarm(name: str) -> None:
 
 
 @pytest.mark.parametrize("count", [20, 32, 64])
-def test_rows_that_are_solved_together_are_malice_where_no_two_show_an_image(count: int) -> None:
+def test_exposure_of_solvable_rows_is_malice(count: int) -> None:
     made, batch = pencil(count), some(count)
     assert reconstructed(made, gradient(made.model, batch), batch, 1e-3) >= 12
     exposed = shown(made.model, batch)
@@ -197,7 +197,7 @@ def test_rows_that_are_solved_together_are_malice_where_no_two_show_an_image(cou
 @pytest.mark.parametrize("start", [0, 300])
 @pytest.mark.parametrize("size", [20, 32, 64, 128])
 @pytest.mark.parametrize("honest_units", [64, 160, 200])
-def test_what_is_solved_from_groups_of_rows_counts_as_readable(honest_units: int, size: int, start: int) -> None:
+def test_exposure_reads_examples_from_groups_of_rows(honest_units: int, size: int, start: int) -> None:
     made, batch = pencil(size, honest_units), some(size, start)
     exposed = shown(made.model, batch)
     assert len(exposed.read) >= 0.7 * reconstructed(made, gradient(made.model, batch), batch, 1e-3)
@@ -207,13 +207,13 @@ def test_what_is_solved_from_groups_of_rows_counts_as_readable(honest_units: int
 
 @pytest.mark.parametrize("start", [0, 300])
 @pytest.mark.parametrize("size", [64, 128])
-def test_fewer_units_that_are_solved_together_are_malice_in_larger_batches(size: int, start: int) -> None:
+def test_exposure_of_few_solvable_units_in_a_large_batch_is_malice(size: int, start: int) -> None:
     """Honest units share their examples with 4% of the others at most there."""
     assert shown(pencil(size, 200).model, some(size, start)).malice
 
 
 @pytest.mark.parametrize("size", [20, 32, 64])
-def test_rows_that_are_solved_together_are_malice_before_leaky_activations(size: int) -> None:
+def test_exposure_of_solvable_rows_before_leaky_relu_is_malice(size: int) -> None:
     """No error is zero there: units are compared by the examples that pass them."""
     made, batch = pencil(size), some(size)
     update = gradient(leaky(made.model), batch)
@@ -223,7 +223,7 @@ def test_rows_that_are_solved_together_are_malice_before_leaky_activations(size:
     assert exposed.malice
 
 
-def test_groups_are_solved_where_their_errors_are_made_of_others_and_nowhere_else() -> None:
+def test_solved_finds_only_groups_with_combined_errors() -> None:
     generator = Key(6).generator()
     passed = torch.randn(20, 3, generator=generator)
     bins = [(torch.arange(20) < cut)[:, None] * (passed @ torch.randn(3, 3, generator=generator)) for cut in (8, 9, 12)]
@@ -236,14 +236,14 @@ def test_groups_are_solved_where_their_errors_are_made_of_others_and_nowhere_els
     assert solved(torch.cat(others, 1), torch.cat(others, 1) != 0)[1].tolist() == []
 
 
-def test_copies_of_images_do_not_make_units_alike() -> None:
+def test_shared_support_ignores_copies_of_images() -> None:
     twice = Batch(some(17).inputs.repeat(2, 1, 1, 1), some(17).targets.repeat(2))
     once, copied = (shown(perceptron(), batch).layers[0] for batch in (some(17), twice))
     assert (once.partial, once.shared, once.groups) == (copied.partial, copied.shared, copied.groups)
     assert once.groups == 17
 
 
-def test_units_are_alike_at_honest_models_of_two_inputs() -> None:
+def test_exposure_of_an_honest_model_with_two_inputs_is_no_malice() -> None:
     """Lines part 32 points in few ways: fresh units are as alike as the received ones."""
     net = Net(0, flat=nn.Flatten(), first=nn.Linear(1, 256), a=nn.ReLU(), head=nn.Linear(256, 10))
     exposed = shown(net, Batch(torch.randn(32, 1, generator=Key(0).generator()), PRIVATE.targets[:32]))
@@ -252,7 +252,7 @@ def test_units_are_alike_at_honest_models_of_two_inputs() -> None:
 
 
 @pytest.mark.parametrize("blank", [23, 28])
-def test_blank_images_before_zero_biases_raise_no_alarm(blank: int) -> None:
+def test_exposure_of_blank_images_before_zero_biases_is_no_malice(blank: int) -> None:
     """Their errors are zero at every unit, whatever the weights are."""
     net = initialised(perceptron(), nn.init.kaiming_normal_)
     inputs = some(32).inputs.clone()
@@ -262,7 +262,7 @@ def test_blank_images_before_zero_biases_raise_no_alarm(blank: int) -> None:
     assert not exposed.malice
 
 
-def test_leaky_activations_hide_nobody() -> None:
+def test_exposure_of_leaky_activations_is_found() -> None:
     """They mix a little of all other examples into each row: what is read is near the image, and not the image."""
     honest = Net(0, flat=nn.Flatten(), first=nn.Linear(256, 256), a=nn.LeakyReLU(), head=nn.Linear(256, 10))
     net = copy.deepcopy(honest)
@@ -273,19 +273,19 @@ def test_leaky_activations_hide_nobody() -> None:
     assert shown(net, some(16)).share >= 0.75
 
 
-def test_small_batches_leak_at_honest_models_and_the_report_says_so() -> None:
+def test_exposure_of_a_small_batch_leaks_at_an_honest_model() -> None:
     exposed = shown(perceptron(), some(8))
     assert exposed.share == 1
     assert not exposed.malice
-    found = exposed.leak()
-    assert found is not None
-    assert "8 of 8 examples" in found.evidence
-    assert "says nothing of the server" in found.evidence
-    told: list[str] = []
-    guarded_update(exposed, "refuse", "warn", lambda finding: told.append(finding.family))
-    guarded_update(exposed, "refuse", "ignore", lambda finding: told.append(finding.family))
+    result = exposed.leak()
+    assert result is not None
+    assert "8 of 8 examples" in result.evidence
+    assert "says nothing of the server" in result.evidence
+    problem: list[str] = []
+    guarded_update(exposed, "refuse", "warn", lambda finding: problem.append(finding.family))
+    guarded_update(exposed, "refuse", "ignore", lambda finding: problem.append(finding.family))
     guarded_update(exposed, "refuse", "refuse", lambda finding: None, allowed=1.0)
-    assert told == ["leak"]
+    assert problem == ["leak"]
     with pytest.raises(GradveilError, match=r"leak: 8 of 8 .* -> train on larger batches"):
         guarded_update(exposed, "warn", "refuse", lambda finding: None)
     wrong: Any = "refused"
@@ -293,7 +293,7 @@ def test_small_batches_leak_at_honest_models_and_the_report_says_so() -> None:
         guarded_update(exposed, wrong, wrong, lambda finding: None)
 
 
-def test_malice_is_not_judged_where_honest_models_single_out_nearly_everybody() -> None:
+def test_exposure_of_a_small_batch_is_never_malice() -> None:
     exposed = shown(quantile(16).model, some(16))
     assert exposed.share > 0.8
     assert not exposed.judged
@@ -306,7 +306,7 @@ def test_malice_is_not_judged_where_honest_models_single_out_nearly_everybody() 
 @pytest.mark.parametrize(
     "text", ["dp(clip=1, sigma=1)", "user-dp(clip=1, sigma=0.1)", "gaussian(1e-2)", "prune(0.999)"]
 )
-def test_defence_that_hides_the_examples_satisfies_both(text: str) -> None:
+def test_exposure_of_hidden_examples_is_no_finding(text: str) -> None:
     crafted = quantile(32).model
     assert shown(crafted, some(32)).malice
     exposed = shown(crafted, some(32), text)
@@ -315,13 +315,13 @@ def test_defence_that_hides_the_examples_satisfies_both(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["gaussian(1e-7)", "user-dp(clip=1, sigma=1e-7)", "prune(0.3)"])
-def test_defence_that_hides_nothing_changes_nothing(text: str) -> None:
+def test_exposure_with_a_defence_that_hides_nothing_is_malice(text: str) -> None:
     exposed = shown(quantile(32).model, some(32), text)
     assert exposed.malice
     assert exposed.share > 0.5
 
 
-def test_noise_is_averaged_over_the_rows_of_an_example() -> None:
+def test_exposure_averages_noise_over_the_rows_of_an_example() -> None:
     """Single rows are too noisy to be read exactly; the sum of all rows of an example is not."""
     net, batch = quantile(8).model, some(8)
     client = Client(net)
@@ -335,7 +335,7 @@ def test_noise_is_averaged_over_the_rows_of_an_example() -> None:
     assert len(exposure(client, client.params(), batch, sent).layers[0].read) >= 4
 
 
-def test_bins_are_found_among_many_other_units() -> None:
+def test_partners_finds_bins_among_many_units() -> None:
     """200 nested bins of 32 examples, of any size and order, among 1,000 units that random examples pass."""
     generator = Key(5).generator()
     ranks, size = torch.rand(32, generator=generator), 0.5 + torch.rand(2, 200, generator=generator)
@@ -353,7 +353,7 @@ def test_bins_are_found_among_many_other_units() -> None:
     assert len(Owned.of(difference(others.T, without).T.abs(), 0.99).examples) < 4
 
 
-def test_units_and_ratios_are_those_of_single_gradients() -> None:
+def test_exposure_counts_equal_those_of_single_gradients() -> None:
     net, batch = perceptron(), some(6)
     client = Client(net)
     params = client.params()
@@ -379,7 +379,7 @@ LOCAL = {
 
 
 @pytest.mark.parametrize("name", LOCAL)
-def test_first_gradient_is_that_of_the_first_step(name: str) -> None:
+def test_first_gradient_equals_that_of_the_first_step(name: str) -> None:
     local = LOCAL[name]
     net, batch = perceptron(), some(64)
     client = Client(net, local=replace(local, steps=1, epochs=None))
@@ -387,28 +387,28 @@ def test_first_gradient_is_that_of_the_first_step(name: str) -> None:
     task = ClientTask(batch, Key(3), client.init(params))
     with torch.no_grad():
         sent, _ = drawn_update(client, params, *task)
-    given, noise = first_gradient(client, params, task)
+    arguments, noise = first_gradient(client, params, task)
     assert noise == {}
-    total = F.cross_entropy(net(given.inputs), given.targets, reduction="sum") / local.batch
+    total = F.cross_entropy(net(arguments.inputs), arguments.targets, reduction="sum") / local.batch
     (expected,) = torch.autograd.grad(total, [net.get_parameter("first.weight")])
     torch.testing.assert_close(sent["first.weight"], local.lr * expected)
 
 
-def test_first_gradient_has_what_batch_defences_made_of_the_examples() -> None:
+def test_first_gradient_has_the_transformed_examples() -> None:
     space = ImageSpace.between(PRIVATE.inputs.min(), PRIVATE.inputs.max(), (1, 32, 32))
     client = parse("ats")(Client(perceptron(), domain=Domain(space, 10)))
     params, batch = client.params(), some(8)
     task = ClientTask(batch, Key(3), client.init(params))
     with torch.no_grad():
         sent, _ = drawn_update(client, params, *task)
-    given, _ = first_gradient(client, params, task)
-    assert not torch.equal(given.inputs, batch.inputs)
-    torch.testing.assert_close(sent, gradient(client.model, given))
-    assert exposure(client, params, batch, sent, first=(given, {})).share == 1, "what was trained on is read"
+    arguments, _ = first_gradient(client, params, task)
+    assert not torch.equal(arguments.inputs, batch.inputs)
+    torch.testing.assert_close(sent, gradient(client.model, arguments))
+    assert exposure(client, params, batch, sent, first=(arguments, {})).share == 1, "what was trained on is read"
 
 
 @pytest.mark.parametrize("name", ["one step", "an epoch", "poisson"])
-def test_local_training_at_crafted_model_is_measured_by_what_is_sent(name: str) -> None:
+def test_exposure_of_local_training_uses_the_sent_update(name: str) -> None:
     """After several steps rows are sums over other examples: fewer are read, and the sum decides."""
     client = Client(quantile(32).model, local=LOCAL[name])
     params, batch = client.params(), some(64)
@@ -423,7 +423,7 @@ def test_local_training_at_crafted_model_is_measured_by_what_is_sent(name: str) 
     assert not wrong.malice
 
 
-def test_few_of_each_of_many_local_steps_are_malice() -> None:
+def test_exposure_of_few_examples_in_each_of_many_steps_is_malice() -> None:
     batch = some(320)
     for net, bad in ((quantile(320, 0.45).model, True), (trained(perceptron(), 5), False)):
         client = Client(net, local=Local(batch=32, lr=0.05, epochs=1))
@@ -436,7 +436,7 @@ def test_few_of_each_of_many_local_steps_are_malice() -> None:
         assert bool(exposed.malice) is bad
 
 
-def test_all_of_a_clients_examples_count_and_not_those_of_one_step_alone() -> None:
+def test_exposure_counts_all_examples_of_a_client() -> None:
     """Steps of one example each: what the first one shows is one of eight, and the sum shows them all."""
     net, batch = quantile(8).model, some(8)
     client = Client(net, local=Local(batch=1, lr=1e-4, steps=8))
@@ -449,7 +449,7 @@ def test_all_of_a_clients_examples_count_and_not_those_of_one_step_alone() -> No
     assert exposed.share >= 0.5
 
 
-def test_look_changes_nothing_and_draws_nothing() -> None:
+def test_exposure_changes_no_state_and_draws_no_randomness() -> None:
     made = CRAFTED["running_mean"](32)
     before = {name: value.clone() for name, value in made.model.state_dict().items()}
     state = torch.random.get_rng_state()
@@ -485,7 +485,7 @@ class Odd(nn.Module):
         return self.head(self.norm(x)[0].mean(1))
 
 
-def test_layers_that_run_twice_or_never_and_tokens_are_borne() -> None:
+def test_exposure_accepts_repeated_unused_and_token_layers() -> None:
     net = Odd()
     for parameter in net.parameters():
         nn.init.normal_(parameter, std=0.3, generator=Key(0).generator())
@@ -507,9 +507,9 @@ def _alike(flat: nn.Module, tall: nn.Module) -> None:
     draw = Key(5).generator()
     batch = Batch(torch.randn(20, 3, 12, generator=draw), torch.arange(20) % 4)
     wide = Batch(batch.inputs.unsqueeze(2), batch.targets)
-    for found, expected in zip(shown(flat, batch).layers, shown(tall, wide).layers, strict=True):
+    for result, expected in zip(shown(flat, batch).layers, shown(tall, wide).layers, strict=True):
         rounded = {"effective": 0.0, "agreement": 0.0, "snr": None}
-        assert replace(found, **rounded) == replace(expected, **rounded)
+        assert replace(result, **rounded) == replace(expected, **rounded)
 
 
 NORMS = {
@@ -521,7 +521,7 @@ NORMS = {
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_units_of_a_norm_are_those_of_the_convolution_before_it(name: str) -> None:
+def test_exposure_norm_has_the_units_of_the_convolution_before(name: str) -> None:
     """[B, C, L] is no row of tokens."""
     flat, tall = NORMS[name]
     head = nn.Linear(40, 4)
@@ -531,7 +531,7 @@ def test_units_of_a_norm_are_those_of_the_convolution_before_it(name: str) -> No
     )
 
 
-def test_units_of_a_norm_are_those_of_the_linear_layer_before_it() -> None:
+def test_exposure_norm_has_the_units_of_the_linear_layer_before() -> None:
     """Of [B, H, W, C] the last dimension, whatever is before it."""
     draw = Key(6).generator()
     batch = Batch(torch.randn(20, 9, 6, generator=draw), torch.arange(20) % 4)

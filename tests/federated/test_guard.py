@@ -69,7 +69,7 @@ from tests.federated.manipulations import (
         (broken, "not finite", "second.bias"),
     ],
 )
-def test_every_family_of_manipulation_is_caught(
+def test_inspect_finds_every_family_of_manipulation(
     change: Callable[[dict[str, Tensor]], None], family: str, where: str
 ) -> None:
     net = Perceptron()
@@ -78,17 +78,17 @@ def test_every_family_of_manipulation_is_caught(
     assert inspect(net, before, before, small) == []
     received = dict(before)
     change(received)
-    found = inspect(net, received, before, small)
-    assert (family, where) in {(finding.family, finding.where) for finding in found}
+    result = inspect(net, received, before, small)
+    assert (family, where) in {(finding.family, finding.where) for finding in result}
     told_last = dict(reversed(received.items()))
     numbered = {str(number): value for number, value in enumerate(received.values())}
     for without in (inspect(net, received), inspect(None, received), inspect(None, told_last)):
         assert ((family, where) in {(f.family, f.where) for f in without}) is (family != "jump")
     if where.endswith("weight") and family != "jump":  # arrays without names, as a list of NumPy arrays becomes
-        assert family in {found.family for found in inspect(None, numbered)}
+        assert family in {result.family for result in inspect(None, numbered)}
 
 
-def test_parameters_in_whole_numbers_are_looked_at_as_those_they_become() -> None:
+def test_inspect_converts_integer_parameters() -> None:
     net = Perceptron()
     received = params(net)
     imprint(received)
@@ -98,7 +98,7 @@ def test_parameters_in_whole_numbers_are_looked_at_as_those_they_become() -> Non
     assert inspect(net, beside) == inspect(None, beside) == []
 
 
-def test_a_norm_that_is_far_out_of_scale_is_caught() -> None:
+def test_inspect_finds_a_norm_out_of_scale() -> None:
     net = nn.Sequential(nn.Conv2d(1, 8, 5), nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(8, 10))
     received = params(net)
     assert inspect(net, received) == []
@@ -107,7 +107,7 @@ def test_a_norm_that_is_far_out_of_scale_is_caught() -> None:
 
 
 @pytest.mark.parametrize("model_known", [True, False])
-def test_weights_that_torch_parametrises_are_looked_at(model_known: bool) -> None:
+def test_inspect_finds_manipulated_parametrised_weights(model_known: bool) -> None:
     """Their names end in `original1`, and with other layers called `weight` beside them nothing looked at these."""
     layers = [nn.Linear(256, 64), nn.Linear(64, 10)]
     for layer in layers:
@@ -123,7 +123,7 @@ def test_weights_that_torch_parametrises_are_looked_at(model_known: bool) -> Non
     assert [(f.family, f.where) for f in inspect(known, graded)] == [("imprint", name)]
 
 
-def test_a_round_without_this_client_hides_no_jump() -> None:
+def test_inspect_finds_a_jump_across_missed_rounds() -> None:
     net = Perceptron()
     before = params(net)
     small = {name: 1e-3 * value for name, value in before.items()}
@@ -135,18 +135,18 @@ def test_a_round_without_this_client_hides_no_jump() -> None:
     assert [(f.family, f.where) for f in inspect(net, drifted, before, small, rounds=9)] == [("jump", "second.weight")]
 
 
-def test_more_rounds_without_this_client_explain_more() -> None:
+def test_inspect_allows_larger_changes_over_more_rounds() -> None:
     """Twenty of one's own updates, and two thirds of the size: a jump in one round, none in four."""
     before = params(Perceptron())
     moved = {name: value + 0.65 * value.roll(1) for name, value in before.items()}
-    own = {name: 0.65 / 20 * value for name, value in before.items()}
-    assert {f.family for f in inspect(None, moved, before, own, rounds=1)} == {"jump"}
-    assert inspect(None, moved, before, own, rounds=4) == []
+    update = {name: 0.65 / 20 * value for name, value in before.items()}
+    assert {f.family for f in inspect(None, moved, before, update, rounds=1)} == {"jump"}
+    assert inspect(None, moved, before, update, rounds=4) == []
     few = {name: 0.65 / 50 * value for name, value in before.items()}
     assert {f.family for f in inspect(None, moved, before, few, rounds=4)} == {"jump"}
 
 
-def test_wide_layers_are_compared_in_blocks() -> None:
+def test_inspect_compares_wide_layers_in_blocks() -> None:
     """An imprint in rows 1,000 to 1,499 of 3,000: neither the first block nor the last has it alone."""
     rows = torch.randn(3000, 20, generator=GENERATOR)
     rows[1000:1500] = rows[0]
@@ -168,25 +168,25 @@ def federation(net: nn.Module, server: Server, size: int) -> Federation:
 
 
 @pytest.mark.parametrize("name", ["lenet-zhu", "scheliga-cnn", "resnet20", "perceptron"])
-def test_honest_models_at_five_stages_of_training_raise_no_alarm(name: str) -> None:
+def test_inspect_finds_nothing_at_five_stages_of_honest_training(name: str) -> None:
     net = Perceptron() if name == "perceptron" else prepare(model(name), batchnorm="group")[0]
     experiment = federation(net, Server("adam", lr=0.05) if name == "scheliga-cnn" else Server(), SIZES.get(name, 16))
     standing = experiment.start()
     assert inspect(net, standing.params) == []
     for number in range(1, 5):
         with torch.no_grad():
-            own, _ = experiment.local_update(standing, 0, number)
+            update, _ = experiment.local_update(standing, 0, number)
         after = experiment.round(standing)
-        assert inspect(net, after.params, standing.params, own) == []
+        assert inspect(net, after.params, standing.params, update) == []
         assert inspect(net, after.params, standing.params) == []
-        assert inspect(None, after.params, standing.params, own) == []
+        assert inspect(None, after.params, standing.params, update) == []
         standing = after
 
 
 @pytest.mark.parametrize(
     "server", [Server("adam", lr=0.05), Server("yogi", lr=0.05), Server(momentum=0.9)], ids=["adam", "yogi", "momentum"]
 )
-def test_a_server_that_goes_on_where_gradients_vanish_raises_no_alarm(server: Server) -> None:
+def test_inspect_allows_server_momentum_with_vanished_gradients(server: Server) -> None:
     """One client has one class: once it is learned its gradient is nothing, and the model moves on as fast."""
     net = model()
     images = load("digits", size=16, limit_public=240, limit_private=40)
@@ -197,11 +197,11 @@ def test_a_server_that_goes_on_where_gradients_vanish_raises_no_alarm(server: Se
     standing, farthest = experiment.start(), 0.0
     for number in range(1, 9):
         with torch.no_grad():
-            own, _ = experiment.local_update(standing, 0, number)
+            update, _ = experiment.local_update(standing, 0, number)
         after = experiment.round(standing)
         moved = {name: float((value - standing.params[name]).norm()) for name, value in after.params.items()}
-        farthest = max([farthest, *(moved[name] / float(own[name].norm()) for name in moved)])
-        assert inspect(net, after.params, standing.params, own) == []
+        farthest = max([farthest, *(moved[name] / float(update[name].norm()) for name in moved)])
+        assert inspect(net, after.params, standing.params, update) == []
         standing = after
     assert farthest > 10
 
@@ -218,7 +218,7 @@ class Transposed(nn.Module):
 
 
 @pytest.mark.parametrize("model_known", [True, False])
-def test_weights_of_the_other_orientation_are_looked_at_by_unit(model_known: bool) -> None:
+def test_inspect_finds_the_units_of_transposed_weights(model_known: bool) -> None:
     net = Transposed()
     known = net if model_known else None
     received = params(net)
@@ -232,7 +232,7 @@ def test_weights_of_the_other_orientation_are_looked_at_by_unit(model_known: boo
     assert [(f.family, f.where) for f in inspect(known, received)] == [("extreme", "up.bias")]
 
 
-def test_biases_without_names_are_those_behind_the_weights() -> None:
+def test_inspect_finds_unnamed_biases_behind_the_weights() -> None:
     received = {str(number): value for number, value in enumerate(params(Perceptron()).values())}
     received["0"][:8], received["1"][:8] = received["0"][0], received["1"][0]
     assert inspect(None, received) == [], "units that are copies in everything are no bins"
@@ -245,7 +245,7 @@ def test_biases_without_names_are_those_behind_the_weights() -> None:
 
 
 @pytest.mark.parametrize("share", [0.5, 0.8, 0.9])
-def test_pruned_models_raise_no_alarm(share: float) -> None:
+def test_inspect_finds_nothing_in_pruned_models(share: float) -> None:
     """By magnitude, layer by layer: some filters, and the weights of a class, are gone altogether."""
     net = model()
     received = params(net)
@@ -259,13 +259,13 @@ def test_pruned_models_raise_no_alarm(share: float) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", MODELS)
-def test_initial_weights_raise_no_alarm(name: str, seed: int) -> None:
+def test_inspect_finds_nothing_in_initial_weights(name: str, seed: int) -> None:
     net = build(name, channels=3, size=32, classes=10, generator=Key(seed).generator())
     assert inspect(net, params(net)) == []
     assert inspect(None, params(net)) == []
 
 
-def test_a_few_parallel_rows_and_paired_rows_are_no_alarm() -> None:
+def test_inspect_allows_few_parallel_or_paired_rows() -> None:
     """Dead or doubled units happen: a trace counts where most of a layer shows it."""
     net = Perceptron()
     received = params(net)
@@ -274,21 +274,21 @@ def test_a_few_parallel_rows_and_paired_rows_are_no_alarm() -> None:
     assert inspect(net, received) == []
 
 
-def test_the_policy_decides() -> None:
+def test_guarded_follows_the_policy() -> None:
     net = Perceptron()
     received = params(net)
     trap(received)
     class_fishing(received)
-    told: list[str] = []
-    guarded(net, received, "warn", lambda finding: told.append(finding.family))
-    assert told[0] == "trap"
-    assert "fishing" in told
+    problem: list[str] = []
+    guarded(net, received, "warn", lambda finding: problem.append(finding.family))
+    assert problem[0] == "trap"
+    assert "fishing" in problem
     with pytest.raises(GradveilError, match=r"first\.weight: trap: .*do not train on it") as caught:
         guarded(net, received, "refuse", lambda finding: None)
-    assert len(caught.value.problems) == len(told)
-    guarded(net, received, "ignore", lambda finding: told.clear())
-    assert told
-    guarded(net, params(net), "refuse", lambda finding: told.clear())
-    assert told
+    assert len(caught.value.problems) == len(problem)
+    guarded(net, received, "ignore", lambda finding: problem.clear())
+    assert problem
+    guarded(net, params(net), "refuse", lambda finding: problem.clear())
+    assert problem
     with pytest.raises(GradveilError, match="guard: is 'refused' -> give one of: warn, refuse, ignore"):
         guarded(net, params(net), "refused", lambda finding: None)  # type: ignore[arg-type]

@@ -41,30 +41,30 @@ def start(folder: Path, out: str) -> BaseProcess:
 
 def standings(folder: Path) -> list[Standing]:
     setting = open_setting(read_training(str(folder.parent / "killed.toml")))
-    found = []
+    result = []
     for trial in trials(setting.config):
         standing = load_standing(folder / "trials" / f"{trial.id}.safetensors", identity(setting, trial))
         assert standing is not None
-        found.append(standing)
-    return found
+        result.append(standing)
+    return result
 
 
 def at_once(folder: Path) -> list[int]:
     """How many clients of each training compute at once in its first round."""
     setting = open_setting(read_training(str(folder / "killed.toml")))
-    found = []
+    result = []
     for trial in trials(setting.config):
         experiment = setting.federation(trial)
         batches = {i: experiment.shares[i].train for i in experiment.chosen(1)[0]}
-        found.append(max(map(len, groups(experiment.client, experiment.client.params(), batches, "auto"))))
-    return found
+        result.append(max(map(len, groups(experiment.client, experiment.client.params(), batches, "auto"))))
+    return result
 
 
 def equal(one: Tensors, other: Tensors) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_twenty_kills_change_nothing(tmp_path: Path):
+def test_training_killed_twenty_times_equals_uninterrupted(tmp_path: Path):
     whole = start(tmp_path, "whole")
     assert min(at_once(tmp_path)) >= FEWEST
     chance, kills = random.Random(0), 0

@@ -27,27 +27,27 @@ def federation(defence: str, **settings):
 
 def masks(of: Federation, standing, number: int):
     answers, _ = of.chosen(number)
-    heard, spoken = of.heard(standing, answers, number)
+    heard, spoken = of.announced(standing, answers, number)
     return {name.removeprefix("send.prune.mask."): mask for name, mask in heard.messages.items()}, spoken
 
 
-def test_the_broadcaster_changes_and_is_followed():
+def test_announced_mask_comes_from_the_rotating_broadcaster():
     of = federation("adgp")
     standing = of.start()
     for number in (1, 2, 3):
         chosen, spoken = masks(of, standing, number)
-        said, _ = of.local_update(standing, number - 1, number, proposer(of.client))
+        message, _ = of.local_update(standing, number - 1, number, proposer(of.client))
         entries = sum(value.numel() for value in standing.params.values())
         assert spoken == pytest.approx(entries / 8, abs=len(chosen))
         for name, mask in chosen.items():
-            assert torch.equal(mask, said[f"prune.mask.{name}"].bool())
+            assert torch.equal(mask, message[f"prune.mask.{name}"].bool())
         after = of.round(standing)
         assert set(after.mean) == set(chosen)
         assert all(not after.mean[name][~mask].any() for name, mask in chosen.items())
         standing = after
 
 
-def test_previous_listens_to_the_mean_of_the_last_round():
+def test_announced_mask_comes_from_the_last_mean():
     of = federation("adgp(selection=previous)")
     first = of.round(of.start())
     assert masks(of, of.start(), 1) == ({}, 0)
@@ -60,31 +60,31 @@ def test_previous_listens_to_the_mean_of_the_last_round():
     assert all(not second.mean[name][~mask].any() for name, mask in chosen.items())
 
 
-def test_messages_are_paid_for():
+def test_round_counts_the_bytes_of_messages():
     """Against the same training with a mask of everything: a bit an entry, to and from."""
     spoken, silent = (train(federation(text), 1).records[0] for text in ("adgp", "adgp(selection=previous)"))
     of = federation("adgp")
     bits = sum(-(-value.numel() // 8) for value in of.start().params.values())
     assert spoken.bytes_down - silent.bytes_down == CLIENTS * bits
-    heard, _ = of.heard(of.start(), range(CLIENTS), 1)
+    heard, _ = of.announced(of.start(), range(CLIENTS), 1)
     sent = [of.local_update(of.start(), client, 1, heard)[0] for client in range(CLIENTS)]
     assert spoken.bytes_up == bits + sum(encoded_size(update, heard.messages) for update in sent)
     assert spoken.bytes_up < bits + sum(map(encoded_size, sent))
 
 
-def test_a_speaker_draws_the_noise_that_it_sends():
+def test_announced_proposal_has_the_clients_noise():
     """The mask that a noisy client proposes shows its noisy update, and nothing of the clean one."""
     of = federation("gaussian(10) + adgp(feedback=false)")
-    said, _ = of.local_update(of.start(), 0, 1, proposer(of.client))
+    message, _ = of.local_update(of.start(), 0, 1, proposer(of.client))
     noise = of.client.noise_spec(of.start().params, of.shares[0].train).sample(of.key.child("client", 0, "round", 1))
     for name, value in noise.items():
         size = value.abs().flatten()
-        mask = said[name.replace("send.noise", "prune.mask")].flatten().bool()
+        mask = message[name.replace("send.noise", "prune.mask")].flatten().bool()
         if 0 < int(mask.sum()) < len(mask):
             assert float(size[mask].min()) > float(size[~mask].max()) - 1
 
 
-def test_too_few_clients_for_a_vote_are_refused_at_the_start():
+def test_federation_with_too_few_voters_raises():
     with pytest.raises(GradveilError, match="selects 4 of 4 clients per round, but 5 must send public messages"):
         federation("adgp(selection=vote)")
     with pytest.raises(GradveilError, match="selects 2 of 4 clients per round, but 3 must send"):
@@ -94,7 +94,7 @@ def test_too_few_clients_for_a_vote_are_refused_at_the_start():
         parse("adgp(selection=vote, voters=2)")
 
 
-def test_a_round_says_how_many_of_its_voters_spoke():
+def test_round_records_the_number_of_voters():
     of = federation("adgp(selection=vote, voters=4)", absent=0.5)
     answered = [len(of.chosen(number)[0]) for number in range(1, 7)]
     assert 0 < min(answered) < 4

@@ -58,11 +58,11 @@ def experiment(
     shares = [ClientShare(images(size, "client", i, dtype=dtype)) for i, size in enumerate(sizes)]
     domain = Domain(ImageSpace.between(-4, 4, shares[0].train.inputs.shape[1:]), 3)
     client = parse(text)(Client(net, local=local, domain=domain), Key(3))
-    given: dict[str, object] = {"key": Key(7), "server": Server(lr=0.5), "together": True, **settings}
-    return Federation(client, shares, images(9, "test", dtype=dtype), **given)  # pyright: ignore[reportArgumentType]
+    arguments: dict[str, object] = {"key": Key(7), "server": Server(lr=0.5), "together": True, **settings}
+    return Federation(client, shares, images(9, "test", dtype=dtype), **arguments)  # pyright: ignore[reportArgumentType]
 
 
-def said(federation: Federation) -> list[tuple[int, ...]]:
+def grouped(federation: Federation) -> list[tuple[int, ...]]:
     """How the clients of a first round are grouped."""
     batches = {i: share.train for i, share in enumerate(federation.shares)}
     return groups(federation.client, federation.client.params(), batches, federation.together)
@@ -74,15 +74,15 @@ def same(one, other):
 
 @pytest.mark.parametrize("text", DEFENCES)
 @pytest.mark.parametrize("kind", LOCALS)
-def test_clients_at_once_train_as_one_after_the_other(text: str, kind: str):
+def test_train_at_once_equals_one_client_after_the_other(text: str, kind: str):
     sizes = (9, 14, 12, 11, 17) if kind in ("sgd", "adam") else (12,) * 5
     at_once = experiment(text, LOCALS[kind], sizes)
-    assert max(len(group) for group in said(at_once)) == len(sizes)
-    found, expected = train(at_once, 3), train(replace(at_once, together=False), 3)
-    torch.testing.assert_close(found.params, expected.params, rtol=1e-9, atol=1e-9)
-    assert list(found.clients) == list(expected.clients)
-    torch.testing.assert_close(found.clients, expected.clients, rtol=1e-9, atol=1e-9)
-    for one, other in zip(found.records, expected.records, strict=True):
+    assert max(len(group) for group in grouped(at_once)) == len(sizes)
+    result, expected = train(at_once, 3), train(replace(at_once, together=False), 3)
+    torch.testing.assert_close(result.params, expected.params, rtol=1e-9, atol=1e-9)
+    assert list(result.clients) == list(expected.clients)
+    torch.testing.assert_close(result.clients, expected.clients, rtol=1e-9, atol=1e-9)
+    for one, other in zip(result.records, expected.records, strict=True):
         assert one.clients == other.clients
         assert one.accuracy == other.accuracy
         assert one.loss == pytest.approx(other.loss)
@@ -90,7 +90,7 @@ def test_clients_at_once_train_as_one_after_the_other(text: str, kind: str):
 
 
 @pytest.mark.parametrize("kind", LOCALS)
-def test_who_is_refused_is_who_would_be_alone(kind: str):
+def test_train_at_once_refuses_the_same_clients(kind: str):
     whole = experiment("topk(0.2, feedback=true)", LOCALS[kind], dtype=torch.float32)
     shares = list(whole.shares)
     for client in (1, 3):
@@ -98,50 +98,50 @@ def test_who_is_refused_is_who_would_be_alone(kind: str):
         torn[:, 0, 0, 0] = math.nan
         shares[client] = ClientShare(Batch(torn, shares[client].train.targets))
     spoilt = replace(whole, shares=shares)
-    found, expected = (train(replace(spoilt, together=which), 2) for which in (True, False))
-    assert [(r.clients, r.refused) for r in found.records] == [((0, 2, 4), (1, 3))] * 2
-    torch.testing.assert_close(found.params, expected.params, rtol=1e-4, atol=1e-5)
-    assert all(bool((value == 0).all()) for value in found.clients[1].values()), "the round does not count for it"
+    result, expected = (train(replace(spoilt, together=which), 2) for which in (True, False))
+    assert [(r.clients, r.refused) for r in result.records] == [((0, 2, 4), (1, 3))] * 2
+    torch.testing.assert_close(result.params, expected.params, rtol=1e-4, atol=1e-5)
+    assert all(bool((value == 0).all()) for value in result.clients[1].values()), "the round does not count for it"
 
 
-def test_who_has_more_steps_is_in_front_and_groups_are_about_equal(monkeypatch):
+def test_groups_sort_by_steps_and_are_about_equal(monkeypatch):
     long = experiment(local=LOCALS["sgd"], sizes=(8, 20, 12, 16, 9, 30, 11))
-    assert said(long) == [(5, 1, 3, 2, 0, 4, 6)]
+    assert grouped(long) == [(5, 1, 3, 2, 0, 4, 6)]
     each = parallel_clients._written(long.client, long.client.params(), images(4, "client", 0))
     monkeypatch.setitem(
         parallel_clients._BUDGET, "cpu", 5 * (each + 8 * 8 * sum(p.numel() for p in long.client.params().values()))
     )
-    assert [len(group) for group in said(long)] == [4, 3]
+    assert [len(group) for group in grouped(long)] == [4, 3]
     monkeypatch.setitem(parallel_clients._BUDGET, "cpu", each)
-    assert said(long) == [(i,) for i in (5, 1, 3, 2, 0, 4, 6)], "each alone where two would be too many"
+    assert grouped(long) == [(i,) for i in (5, 1, 3, 2, 0, 4, 6)], "each alone where two would be too many"
 
 
-def test_clients_of_other_shapes_are_apart():
-    assert said(experiment(sizes=(12, 9, 12, 9, 12, 10, 12))) == [(0, 2, 4, 6), (1,), (3,), (5,)]
+def test_groups_separate_shapes():
+    assert grouped(experiment(sizes=(12, 9, 12, 9, 12, 10, 12))) == [(0, 2, 4, 6), (1,), (3,), (5,)]
     poisson = experiment(local=LOCALS["poisson"], sizes=(12, 9, 12, 9, 12, 9, 9, 12))
-    assert said(poisson) == [(0, 2, 4, 7), (1, 3, 5, 6)]
-    assert said(experiment(sizes=(12,) * (FEWEST - 1))) == [(0,), (1,), (2,)]
+    assert grouped(poisson) == [(0, 2, 4, 7), (1, 3, 5, 6)]
+    assert grouped(experiment(sizes=(12,) * (FEWEST - 1))) == [(0,), (1,), (2,)]
 
 
-def test_clients_with_something_of_their_own_are_alone():
+def test_groups_with_private_layers_have_one_client():
     lenet = experiment('keylock(act=tanh, width=8, position="0")', LOCALS["sgd"])
-    assert said(lenet) == [(i,) for i in range(5)]
+    assert grouped(lenet) == [(i,) for i in range(5)]
     assert train(lenet, 1).status == "finished"
 
 
-def test_auto_is_for_few_small_images(monkeypatch):
+def test_groups_auto_is_for_few_small_images(monkeypatch):
     few, many = (Local(batch=size, lr=0.1, epochs=1) for size in (MOST_EXAMPLES, MOST_EXAMPLES + 1))
-    assert len(said(experiment(local=few, sizes=(40,) * 4, together="auto"))) == 1
-    assert len(said(experiment(local=many, sizes=(40,) * 4, together="auto"))) == 4
-    assert len(said(experiment(local=many, sizes=(40,) * 4, together=True))) == 1
-    assert len(said(experiment(local=few, sizes=(40,) * 4, together=False))) == 4
+    assert len(grouped(experiment(local=few, sizes=(40,) * 4, together="auto"))) == 1
+    assert len(grouped(experiment(local=many, sizes=(40,) * 4, together="auto"))) == 4
+    assert len(grouped(experiment(local=many, sizes=(40,) * 4, together=True))) == 1
+    assert len(grouped(experiment(local=few, sizes=(40,) * 4, together=False))) == 4
     monkeypatch.setattr(parallel_clients, "MOST_WRITTEN", 1000)
-    assert len(said(experiment(local=few, sizes=(40,) * 4, together="auto"))) == 4
+    assert len(grouped(experiment(local=few, sizes=(40,) * 4, together="auto"))) == 4
 
 
 @pytest.mark.parametrize("text", ["none", "dgp(feedback=true)", "standin", "dgc"])
 @pytest.mark.parametrize("kind", LOCALS)
-def test_a_training_taken_up_again_has_the_bits_of_one_left_alone(text: str, kind: str):
+def test_train_at_once_resumed_gives_the_same_bits(text: str, kind: str):
     """From the bytes of its checkpoint, as another process with another model object would."""
     settings = {"participation": 0.8, "absent": 0.2, "sizes": (12,) * 8, "dtype": torch.float32}
     whole = train(experiment(text, LOCALS[kind], **settings), 4)
@@ -152,29 +152,29 @@ def test_a_training_taken_up_again_has_the_bits_of_one_left_alone(text: str, kin
     assert all(same(whole.clients[i], resumed.clients[i]) for i in whole.clients)
 
 
-def test_seconds_of_a_client_are_its_share_of_its_group(monkeypatch):
+def test_compute_divides_seconds_within_a_group(monkeypatch):
     ticks = iter(range(0, 1000, 10))
     monkeypatch.setattr(parallel_clients.time, "perf_counter", lambda: next(ticks))
     at_once = experiment(local=LOCALS["sgd"])
     tasks = {i: at_once.task(at_once.start(), i, 1, at_once.client) for i in range(5)}
-    found = list(parallel_clients.compute(at_once.client, at_once.client.params(), tasks, True))
-    assert [(sent.client, sent.seconds) for sent in found] == [(i, 2.0) for i in range(5)]
+    result = list(parallel_clients.compute(at_once.client, at_once.client.params(), tasks, True))
+    assert [(sent.client, sent.seconds) for sent in result] == [(i, 2.0) for i in range(5)]
 
 
-def test_what_is_recorded_is_what_each_client_sends(tmp_path):
+def test_train_at_once_records_each_clients_update(tmp_path):
     at_once = experiment(
         "topk(0.2)", LOCALS["sgd"], recorder=UpdateRecorder(tmp_path / "seen", rounds=None, sends="difference")
     )
     start = at_once.start()
     at_once.round(start)
-    found = {int(seen.facts.client): seen for seen in read_recorded(tmp_path / "seen")}
-    assert sorted(found) == list(range(5))
-    for client, seen in found.items():
+    result = {int(seen.facts.client): seen for seen in read_recorded(tmp_path / "seen")}
+    assert sorted(result) == list(range(5))
+    for client, seen in result.items():
         sent, _ = at_once.local_update(start, client, 1)
         torch.testing.assert_close(seen.update, sent, rtol=1e-9, atol=1e-9)
 
 
-def test_examples_that_do_not_fit_are_refused_with_the_reason():
+def test_groups_of_invalid_examples_raise_with_the_reason():
     whole = federation(clients=4, together=True)
     shares = [replace(s, train=Batch(s.train.inputs, s.train.targets + 7)) for s in whole.shares]
     with pytest.raises(Exception, match="class") as caught:

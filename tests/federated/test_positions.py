@@ -11,7 +11,7 @@ from gradveil.wire import positions_and_values
 
 def bit_by_bit(positions: list[int], low: int) -> tuple[list[str], str]:
     """Write gaps one by one: the planes of lower bits, and the unary rest."""
-    gaps = [place - before - 1 for place, before in zip(positions, [-1, *positions], strict=False)]
+    gaps = [position - before - 1 for position, before in zip(positions, [-1, *positions], strict=False)]
     planes = ["".join(str(gap >> bit & 1) for gap in gaps) for bit in range(low)]
     return planes, "".join("0" * (gap >> low) + "1" for gap in gaps)
 

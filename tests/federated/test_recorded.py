@@ -37,12 +37,12 @@ def recorded(folder: Path, *clients: str, **settings) -> UpdateRecorder:
 def refused(folder: Path, *patterns: str) -> None:
     with pytest.raises(GradveilError) as caught:
         read_recorded(folder)
-    told = [str(problem) for problem in caught.value.problems]
-    assert len(told) == len(patterns), told
-    assert all(any(pattern in line for line in told) for pattern in patterns), told
+    message = [str(problem) for problem in caught.value.problems]
+    assert len(message) == len(patterns), message
+    assert all(any(pattern in line for line in message) for pattern in patterns), message
 
 
-def test_a_training_records_what_its_server_received_and_is_not_changed_by_it(tmp_path):
+def test_record_equals_the_received_updates_and_changes_nothing(tmp_path):
     plain = train(federation("topk(0.2, feedback=true)", participation=0.5), 3)
     watched = federation("topk(0.2, feedback=true)", participation=0.5)
     watched = replace(watched, recorder=UpdateRecorder(tmp_path / "r", rounds=(2,), sends="difference"))
@@ -54,7 +54,7 @@ def test_a_training_records_what_its_server_received_and_is_not_changed_by_it(tm
     before = train(replace(watched, recorder=None), 1)
     for one in seen:
         client = int(one.facts.client)
-        heard, _ = watched.heard(before, after.records[1].clients, 2)
+        heard, _ = watched.announced(before, after.records[1].clients, 2)
         sent, _ = watched.local_update(before, client, 2, heard)
         assert {n: v.tolist() for n, v in one.received.items()} == {n: v.tolist() for n, v in before.params.items()}
         assert {n: v.tolist() for n, v in one.update.items()} == {n: v.tolist() for n, v in sent.items()}
@@ -62,7 +62,7 @@ def test_a_training_records_what_its_server_received_and_is_not_changed_by_it(tm
         assert one.facts.sends == "difference"
 
 
-def test_the_examples_of_a_gradient_are_those_it_was_made_from(tmp_path):
+def test_record_truth_has_the_examples_of_the_gradient(tmp_path):
     watched = federation(local=None, batch=6, together=False, recorder=UpdateRecorder(tmp_path, truth=True))
     train(watched, 1)
     for one in read_recorded(tmp_path):
@@ -73,27 +73,27 @@ def test_the_examples_of_a_gradient_are_those_it_was_made_from(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "problem"),
     [
-        ({"rounds": 1}, r"record\.rounds: is 1 -> list them, as in rounds=\(1,\), or say None for all"),
+        ({"rounds": 1}, r"record\.rounds: is 1"),
         ({"rounds": ("1",)}, r"record\.rounds: is \('1',\)"),
-        ({"clients": "12"}, r"record\.clients: is '12' -> list them"),
+        ({"clients": "12"}, r"record\.clients: is '12'"),
         ({"clients": (3,)}, r"record\.clients: is \(3,\)"),
-        ({"sends": "update"}, r"record\.sends: is 'update' -> give one of: gradient, difference"),
+        ({"sends": "update"}, r"record\.sends: is 'update'"),
     ],
 )
-def test_what_would_record_others_than_is_meant_is_refused(tmp_path, settings, told):
+def test_recorder_with_invalid_settings_raises(tmp_path, settings, problem):
     """Of a text each letter would be a client: '12' would record 1, 2 and 12."""
-    with pytest.raises(GradveilError, match=told):
+    with pytest.raises(GradveilError, match=problem):
         UpdateRecorder(tmp_path, **settings)
 
 
-def test_a_folder_that_cannot_be_looked_at_is_a_message(tmp_path):
+def test_recorder_with_an_unreadable_folder_raises(tmp_path):
     with pytest.raises(GradveilError, match="cannot be used: File name too long"):
         recorded(tmp_path / (300 * "a"))
 
 
-def test_private_examples_are_kept_only_where_that_was_asked_for(tmp_path):
+def test_record_stores_private_examples_only_on_request(tmp_path):
     needle = torch.full((2, 1, 3, 3), 0.625).numpy().tobytes()
     recorded(tmp_path / "without")
     assert not any(needle in file.read_bytes() for file in files(tmp_path / "without"))
@@ -103,7 +103,7 @@ def test_private_examples_are_kept_only_where_that_was_asked_for(tmp_path):
     assert read_recorded(tmp_path / "with")[0].truth.targets.tolist() == [1, 0]
 
 
-def test_an_update_is_kept_as_the_bytes_that_left(tmp_path):
+def test_record_stores_the_sent_bytes(tmp_path):
     block = encode(UPDATE, values=torch.float16, deflate=True)
     recorder = UpdateRecorder(
         tmp_path, defence="topk(0.5)", local=LocalConfig(lr=0.1, steps=2, batch=1), sends="difference"
@@ -120,7 +120,7 @@ def test_an_update_is_kept_as_the_bytes_that_left(tmp_path):
     assert all(file.is_relative_to(tmp_path) for file in files(tmp_path))
 
 
-def test_encoded_updates_are_kept_with_the_names_of_their_tensors(tmp_path):
+def test_record_of_encoded_updates_has_tensor_names(tmp_path):
     received = {"frozen": torch.zeros(4), **PARAMS, "b": torch.zeros(2, dtype=torch.float64)}
     update = {**UPDATE, "b": UPDATE["b"].double()}
     block = encode(update, deflate=True)
@@ -138,13 +138,13 @@ def test_encoded_updates_are_kept_with_the_names_of_their_tensors(tmp_path):
 def refused_names(folder: Path, names: list[str] | None, pattern: str) -> None:
     file = next(folder.glob("round-*"))
     with safe_open(file, "pt") as opened:
-        said = json.loads(opened.metadata()["gradveil"]) | {"tensors": names}
+        message = json.loads(opened.metadata()["gradveil"]) | {"tensors": names}
         held = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    save_file(held, file, {"gradveil": json.dumps(said)})
+    save_file(held, file, {"gradveil": json.dumps(message)})
     refused(folder, pattern)
 
 
-def test_only_the_owner_may_read_and_a_model_is_kept_once(tmp_path):
+def test_record_is_private_and_stores_each_model_once(tmp_path):
     recorded(tmp_path / "r", "0", "1", "10", "9")
     assert (tmp_path / "r").stat().st_mode & 0o777 == 0o700
     assert all(file.stat().st_mode & 0o777 == 0o600 for file in files(tmp_path / "r"))
@@ -152,7 +152,7 @@ def test_only_the_owner_may_read_and_a_model_is_kept_once(tmp_path):
     assert [one.facts.client for one in read_recorded(tmp_path / "r")] == ["0", "1", "9", "10"]
 
 
-def test_a_repeated_round_replaces_its_record_and_another_run_does_not(tmp_path):
+def test_record_of_a_repeated_round_replaces_the_first(tmp_path):
     recorded(tmp_path)
     recorded(tmp_path)
     assert len(read_recorded(tmp_path)) == 1
@@ -161,18 +161,18 @@ def test_a_repeated_round_replaces_its_record_and_another_run_does_not(tmp_path)
     assert len(read_recorded(tmp_path, runs=["other"])) == 1
 
 
-def test_rounds_and_clients_are_chosen_when_recording_and_when_reading(tmp_path):
+def test_record_selects_rounds_and_clients(tmp_path):
     recorder = UpdateRecorder(tmp_path, rounds=(2, 3), clients=("a",))
     for number in (1, 2, 3):
         for client in ("a", "b"):
             assert (recorder.write(number, client, PARAMS, UPDATE) is None) == (number == 1 or client == "b")
     assert [one.facts.round for one in read_recorded(tmp_path)] == [2, 3]
     assert [one.facts.round for one in read_recorded(tmp_path, rounds=[3], clients=["a"])] == [3]
-    with pytest.raises(GradveilError, match="the first there are: round 2 of client a"):
+    with pytest.raises(GradveilError, match="its first are: round 2 of client a"):
         read_recorded(tmp_path, clients=["b"])
 
 
-def test_a_folder_with_other_things_is_left_alone(tmp_path):
+def test_recorder_in_a_folder_of_other_files_raises(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(GradveilError, match="no record of updates"):
         recorded(tmp_path)
@@ -181,7 +181,7 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path):
         read_recorded(tmp_path)
 
 
-def test_clients_may_begin_a_record_at_the_same_moment(tmp_path, monkeypatch):
+def test_recorder_may_start_in_several_processes(tmp_path, monkeypatch):
     """Another process makes the folder between a look for the mark and a look for other things."""
     folder, look = tmp_path / "seen", Path.is_dir
 
@@ -196,7 +196,7 @@ def test_clients_may_begin_a_record_at_the_same_moment(tmp_path, monkeypatch):
     assert {file.name for file in folder.iterdir()} == {"recorded.json", "models"}
 
 
-def test_every_damaged_file_is_told_at_once(tmp_path):
+def test_read_recorded_reports_every_damaged_file(tmp_path):
     recorded(tmp_path, "0", "1", "2", "3")
     zero, one, two, three = (next(tmp_path.glob(f"round-1-client-{i}-*")) for i in range(4))
     zero.write_bytes(zero.read_bytes()[:-5])
@@ -211,12 +211,12 @@ def test_every_damaged_file_is_told_at_once(tmp_path):
 def rewritten(file: Path, tensors=None, **facts) -> None:
     """Write a record again with other facts, or other tensors under a digest that is right."""
     with safe_open(file, "pt") as opened:
-        said = json.loads(opened.metadata()["gradveil"]) | facts
+        message = json.loads(opened.metadata()["gradveil"]) | facts
         held = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    save_file(held if tensors is None else tensors, file, {"gradveil": json.dumps(said)})
+    save_file(held if tensors is None else tensors, file, {"gradveil": json.dumps(message)})
 
 
-def test_an_update_of_another_model_is_refused(tmp_path):
+def test_recorder_with_an_update_of_another_model_raises(tmp_path):
     other = {"w": torch.zeros(64, 64)}
     with pytest.raises(GradveilError, match=r"update\.w: is float32 \[64, 64\], expected float32"):
         UpdateRecorder(tmp_path).write(1, "0", PARAMS, other, 1)
@@ -224,13 +224,13 @@ def test_an_update_of_another_model_is_refused(tmp_path):
         UpdateRecorder(tmp_path).write(1, "0", PARAMS, encode(other), 1)
 
 
-def test_values_that_are_not_finite_are_recorded_and_refused_when_read(tmp_path):
+def test_read_recorded_with_nonfinite_values_raises(tmp_path):
     broken = {**UPDATE, "b": torch.tensor([float("nan"), 0.0])}
     UpdateRecorder(tmp_path).write(1, "0", {**PARAMS, "b": torch.tensor([1.0, float("inf")])}, broken, 1)
     refused(tmp_path, "update.b and 1 more: has values that are not finite", "received b: has values that")
 
 
-def test_a_model_file_that_was_exchanged_is_refused(tmp_path):
+def test_read_recorded_with_a_replaced_model_raises(tmp_path):
     recorded(tmp_path)
     file = next((tmp_path / "models").iterdir())
     save_file({name: value + 1 for name, value in PARAMS.items()}, file)
@@ -239,14 +239,14 @@ def test_a_model_file_that_was_exchanged_is_refused(tmp_path):
     refused(tmp_path, f"{file}: is missing")
 
 
-def test_a_truth_that_fits_no_update_is_refused(tmp_path):
+def test_read_recorded_with_a_mismatched_truth_raises(tmp_path):
     UpdateRecorder(tmp_path, truth=True).write(
         1, "0", PARAMS, UPDATE, 3, truth=Batch(torch.zeros(2, 9), torch.zeros(2, dtype=torch.int64))
     )
     refused(tmp_path, "has inputs torch.float32", "has 2 inputs, targets (2,), and 3 examples")
 
 
-def test_a_record_of_another_version_is_refused(tmp_path):
+def test_read_recorded_of_another_version_raises(tmp_path):
     recorded(tmp_path)
     (tmp_path / RECORD).write_text(json.dumps({"kind": "gradveil record", "version": 9}))
     refused(tmp_path, "version 9; this program reads")

@@ -98,13 +98,13 @@ def test_decode_grouped_tensors_share_no_memory() -> None:
 
 def test_decode_other_layout_raises_with_both_digests() -> None:
     update = {"w": torch.ones(2, 3), "b": torch.ones(2)}
-    encoded, own = encode(update), Layout.of(update)
+    encoded, expected = encode(update), Layout.of(update)
     for other in ({**update, "w": torch.ones(3, 2)}, {**update, "w": update["w"].half()}, {"w": update["w"]}):
         layout = Layout.of(other)
         for read in (decode, inspect):
-            with pytest.raises(WireError, match=f"{own.digest().hex()}, expected {layout.digest().hex()}"):
+            with pytest.raises(WireError, match=f"{expected.digest().hex()}, expected {layout.digest().hex()}"):
                 read(encoded, layout)
-    assert fits(encoded, own)
+    assert fits(encoded, expected)
     assert not fits(encoded, Layout.of({"w": update["w"]}))
 
 

@@ -19,10 +19,10 @@ from tests.schedule.test_processes import workers
 pytestmark = pytest.mark.processes
 
 
-def test_a_killed_worker_changes_nothing_and_no_round_is_done_twice(tmp_path: Path) -> None:
-    told = open_setting(config("validation=0.2", rounds=6, defences=["none", "topk(0.2, feedback=true)"]))
-    whole, _ = trained(tmp_path / "whole", told)
-    seen: dict[str, list[int]] = {trial.id: [] for trial in trials(told.config)}
+def test_run_with_a_killed_worker_equals_one_process(tmp_path: Path) -> None:
+    setting = open_setting(config("validation=0.2", rounds=6, defences=["none", "topk(0.2, feedback=true)"]))
+    whole, _ = trained(tmp_path / "whole", setting)
+    seen: dict[str, list[int]] = {trial.id: [] for trial in trials(setting.config)}
     killed: list[int] = []
 
     def tell(trial: TrainingTrial, record: RoundResult, status: Status) -> None:
@@ -31,14 +31,14 @@ def test_a_killed_worker_changes_nothing_and_no_round_is_done_twice(tmp_path: Pa
             killed.append(workers()[0])
             os.kill(killed[-1], signal.SIGKILL)
 
-    with TRAINING_RUN.opened(tmp_path / "killed", describe(told.config, "command")):
-        found = run(told, tmp_path / "killed", tell, Processes(site(told, None), 2))
+    with TRAINING_RUN.opened(tmp_path / "killed", describe(setting.config, "command")):
+        result = run(setting, tmp_path / "killed", tell, Processes(site(setting, None), 2))
     assert len(killed) == 2
     assert set(map(tuple, seen.values())) == {(1, 2, 3, 4, 5, 6)}
-    assert [timeless(row) for row in found] == [timeless(row) for row in whole]
-    for trial in trials(told.config):
+    assert [timeless(row) for row in result] == [timeless(row) for row in whole]
+    for trial in trials(setting.config):
         one, other = (
-            load_standing(tmp_path / out / "trials" / f"{trial.id}.safetensors", identity(told, trial))
+            load_standing(tmp_path / out / "trials" / f"{trial.id}.safetensors", identity(setting, trial))
             for out in ("whole", "killed")
         )
         assert one is not None

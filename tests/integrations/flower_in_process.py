@@ -15,7 +15,7 @@ from gradveil.client import Client
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.defences import parse
-from gradveil.federated.privacy_ledger import place
+from gradveil.federated.privacy_ledger import ledger_file
 from gradveil.integrations.flower import answer
 from gradveil.integrations.flower.flower_records import MARK, mark, record, unpacked
 from tests.federated.small_federations import blobs
@@ -47,12 +47,12 @@ class Loopback(Grid):
         return [self.ask(message) for message in messages]
 
     def ask(self, message: Message) -> Message:
-        own = Message(copied(message.content), message.metadata.dst_node_id, message.metadata.message_type)
+        local_client = Message(copied(message.content), message.metadata.dst_node_id, message.metadata.message_type)
         try:
-            reply = self.app(own, self.contexts[message.metadata.dst_node_id])
+            reply = self.app(local_client, self.contexts[message.metadata.dst_node_id])
         except Exception as error:
             self.errors.append(str(error))
-            return Message(Error(0, str(error)), reply_to=own)
+            return Message(Error(0, str(error)), reply_to=local_client)
         reply.content = copied(reply.content)
         self.bytes_up += sum(len(a.data) for record in reply.content.array_records.values() for a in record.values())
         return reply
@@ -80,10 +80,10 @@ def helping(client: Client, folder: Path, **settings) -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        own = key and key.child("client", int(context.node_config["partition-id"]))
+        local_client = key and key.child("client", int(context.node_config["partition-id"]))
         inputs, targets = examples(context)
         batch = Batch(inputs.to(dtype), targets)
-        return answer(message, context, client, batch, folder=folder, key=own, **settings)
+        return answer(message, context, client, batch, folder=folder, key=local_client, **settings)
 
     return app
 
@@ -95,7 +95,7 @@ def client(text="user-dp(clip=1, sigma=0.1) + topk(0.3, feedback=true)", model=N
     return parse(text)(Client(net, **settings))
 
 
-def asked(number, of, shift=0.0) -> Message:
+def train_message(number, of, shift=0.0) -> Message:
     arrays = record({name: value + shift for name, value in of.params().items()})
     return Message(RecordDict({"arrays": arrays, MARK: mark(number)}), dst_node_id=1, message_type="train")
 
@@ -104,7 +104,7 @@ def ledger(folder: Path, node: int = 0, training: str = "lungs") -> Path:
     """The ledger of a node for a training, made as its owner makes it."""
     words = ["--identity", f"partition-{node}", "--training", training, "--folder", str(folder)]
     assert run(["ledger", "create", *words]) == 0
-    return place(folder, f"partition-{node}", training)
+    return ledger_file(folder, f"partition-{node}", training)
 
 
 def bits(reply) -> bytes:

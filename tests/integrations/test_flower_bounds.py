@@ -29,8 +29,8 @@ EVERYBODY = {"fraction_evaluate": 0.0, "min_train_nodes": 3, "min_available_node
 STATISTICS = {**START, "bn.running_mean": torch.ones(2), "bn.running_var": torch.ones(2)}
 
 
-def aggregated(protected, asked, contents):
-    replies = [Message(content, reply_to=message) for content, message in zip(contents, asked, strict=True)]
+def aggregated(protected, question, contents):
+    replies = [Message(content, reply_to=message) for content, message in zip(contents, question, strict=True)]
     return protected.aggregate_train(1, replies)
 
 
@@ -53,32 +53,34 @@ def moved(arrays) -> torch.Tensor:
     ids=["one more", "a list", "a second record", "a configuration", "an empty name"],
 )
 def test_two_clients_with_different_records_are_both_aggregated_in_either_order(liar, order):
-    protected, asked = server(nodes=2)
-    arrays, metrics = aggregated(protected, asked, [good(), liar][::order])
+    protected, question = server(nodes=2)
+    arrays, metrics = aggregated(protected, question, [good(), liar][::order])
     assert not protected.refusals
     torch.testing.assert_close(tensors(arrays)["w"], START["w"] - 0.5)
     assert metrics == MetricRecord()
 
 
 def test_metrics_that_some_replies_lack_are_dropped_and_logged(caplog):
-    protected, asked = server()
+    protected, question = server()
     with caplog.at_level(logging.WARNING, "flwr"):
-        _, metrics = aggregated(protected, asked, [good(loss=1.0, time=2.0), good(time=4.0), good(loss=3.0, time=6.0)])
+        _, metrics = aggregated(
+            protected, question, [good(loss=1.0, time=2.0), good(time=4.0), good(loss=3.0, time=6.0)]
+        )
     assert metrics == MetricRecord({"time": 4.0})
     assert "dropped metrics that not all replies have: 'loss'" in caplog.text
 
 
 def test_reply_without_a_metric_that_the_server_names_is_refused():
-    protected, asked = server(metrics=["loss"])
-    _, metrics = aggregated(protected, asked, [good(loss=1.0), good(), good(loss=3.0)])
+    protected, question = server(metrics=["loss"])
+    _, metrics = aggregated(protected, question, [good(loss=1.0), good(), good(loss=3.0)])
     assert metrics == MetricRecord({"loss": 2.0})
     [refusal] = protected.refusals
     assert refusal.reason.startswith("reply: lacks the metric 'loss'")
 
 
 def test_reply_with_two_values_of_a_metric_is_refused():
-    protected, asked = server()
-    aggregated(protected, asked, [good(), changed("more", MetricRecord({"num-examples": 5})), good()])
+    protected, question = server()
+    aggregated(protected, question, [good(), changed("more", MetricRecord({"num-examples": 5})), good()])
     assert [refusal.node for refusal in protected.refusals] == [2]
     assert "two values of 'num-examples'" in protected.refusals[0].reason
 
@@ -89,8 +91,8 @@ def test_reply_without_a_metric_that_the_strategy_needs_is_refused():
         (QFedAvg(client_learning_rate=0.1, **EVERYBODY), "train_loss", 0.5),
         (DifferentialPrivacyClientSideAdaptiveClipping(FedAvg(**EVERYBODY), **quiet), "norm_bit", 1),
     ):
-        protected, asked = server(strategy=strategy)
-        arrays, _ = aggregated(protected, asked, [good(**{name: value}), good(), good(**{name: -1.0})])
+        protected, question = server(strategy=strategy)
+        arrays, _ = aggregated(protected, question, [good(**{name: value}), good(), good(**{name: -1.0})])
         assert [refusal.node for refusal in protected.refusals] == [2, 3]
         assert all(f"'{name}'" in refusal.reason for refusal in protected.refusals)
         assert arrays is not None
@@ -109,9 +111,9 @@ class Accountant:
 def test_a_weight_does_not_stop_flowers_privacy_accounting():
     inner = FedAvg(**EVERYBODY)
     accounted = DifferentialPrivacyServerSideFixedClipping(inner, 1e-9, 100.0, 3, accountant=Accountant())
-    protected, asked = server(strategy=accounted)
+    protected, question = server(strategy=accounted)
     fourfold = good({"w": UPDATE["w"] * 4, "b": UPDATE["b"]})
-    arrays, _ = aggregated(protected, asked, [good(weight=4), good(weight=5), fourfold])
+    arrays, _ = aggregated(protected, question, [good(weight=4), good(weight=5), fourfold])
     torch.testing.assert_close(tensors(arrays)["w"], START["w"] - 1.0)
 
 
@@ -129,8 +131,8 @@ BEYOND = {
 @pytest.mark.parametrize("kind", BEYOND)
 def test_an_update_beyond_a_bound_is_refused(kind):
     content, settings, reason = BEYOND[kind]
-    protected, asked = server(**settings)
-    arrays, _ = aggregated(protected, asked, [good(), content, good()])
+    protected, question = server(**settings)
+    arrays, _ = aggregated(protected, question, [good(), content, good()])
     torch.testing.assert_close(tensors(arrays)["w"], START["w"] - 0.5)
     [refusal] = protected.refusals
     assert refusal.node == 2
@@ -140,15 +142,15 @@ def test_an_update_beyond_a_bound_is_refused(kind):
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("factor", [1e-9, 1e9])
 def test_norm_of_one_client_does_not_exclude_the_other(factor, order):
-    protected, asked = server(nodes=2, max_ratio=10, max_norm=float("inf"))
-    aggregated(protected, asked, [good(), good({name: factor * value for name, value in UPDATE.items()})][::order])
+    protected, question = server(nodes=2, max_ratio=10, max_norm=float("inf"))
+    aggregated(protected, question, [good(), good({name: factor * value for name, value in UPDATE.items()})][::order])
     excluded = [refusal.node for refusal in protected.refusals]
     assert excluded == []
 
 
 def test_a_weight_is_capped():
-    protected, asked = server(nodes=2, max_examples=12)
-    arrays, _ = aggregated(protected, asked, [good(), good({"w": UPDATE["w"] * 3, "b": UPDATE["b"]}, weight=10**9)])
+    protected, question = server(nodes=2, max_examples=12)
+    arrays, _ = aggregated(protected, question, [good(), good({"w": UPDATE["w"] * 3, "b": UPDATE["b"]}, weight=10**9)])
     assert not protected.refusals
     torch.testing.assert_close(tensors(arrays)["w"], START["w"] - (4 * 0.5 + 12 * 1.5) / 16)
 
@@ -170,8 +172,8 @@ WRONG_STATISTICS = {
 @pytest.mark.parametrize("kind", WRONG_STATISTICS)
 def test_running_statistics_are_bounded(kind):
     content, reason = WRONG_STATISTICS[kind]
-    protected, asked = server(start=STATISTICS)
-    arrays, _ = aggregated(protected, asked, [with_statistics(0.5), content, with_statistics(0.5)])
+    protected, question = server(start=STATISTICS)
+    arrays, _ = aggregated(protected, question, [with_statistics(0.5), content, with_statistics(0.5)])
     torch.testing.assert_close(tensors(arrays)["bn.running_mean"], torch.full((2,), 0.5))
     [refusal] = protected.refusals
     assert refusal.node == 2
@@ -180,8 +182,8 @@ def test_running_statistics_are_bounded(kind):
 
 def test_running_statistics_can_be_refused_or_accepted():
     for choice, nodes in (("refuse", [2, 3]), ("accept", [])):
-        protected, asked = server(start=STATISTICS, statistics=choice)
-        aggregated(protected, asked, [good(), with_statistics(0.1), with_statistics(variance=-1e12)])
+        protected, question = server(start=STATISTICS, statistics=choice)
+        aggregated(protected, question, [good(), with_statistics(0.1), with_statistics(variance=-1e12)])
         assert [refusal.node for refusal in protected.refusals] == nodes
 
 
@@ -191,8 +193,8 @@ def test_honest_noise_and_first_statistics_are_within_the_defaults():
     noise = 100 * torch.randn(100, 100, generator=Key(0).generator())
     update = {"w": noise, "b": UPDATE["b"], "bn.running_mean": torch.full((2,), -5000.0)}
     update["bn.running_var"] = torch.full((2,), -2.5e7)
-    protected, asked = server(nodes=2, start=start)
-    aggregated(protected, asked, [good(update), good(update)])
+    protected, question = server(nodes=2, start=start)
+    aggregated(protected, question, [good(update), good(update)])
     refusals = protected.refusals
     assert refusals == []
 
@@ -209,8 +211,8 @@ def test_an_aggregate_that_is_not_finite_leaves_the_model():
         def aggregate_train(self, server_round, replies):
             return record({name: value / 0 for name, value in START.items()}), MetricRecord()
 
-    protected, asked = server(strategy=Broken(**EVERYBODY))
-    arrays, _ = aggregated(protected, asked, [good(), good(), good()])
+    protected, question = server(strategy=Broken(**EVERYBODY))
+    arrays, _ = aggregated(protected, question, [good(), good(), good()])
     assert arrays is None
 
 
@@ -224,25 +226,25 @@ def test_flowers_robust_strategies_can_be_wrapped(robust):
     """One of five replies is within the bounds and false; a mean follows it, a robust strategy does not."""
     replies = [*(good({**UPDATE, "b": UPDATE["b"] + 0.01 * i}) for i in range(4))]
     replies.insert(1, good({name: torch.full_like(value, -50.0) for name, value in UPDATE.items()}))
-    found = {}
+    result = {}
     for kind in (FedAvg, robust):
         more = {"num_malicious_nodes": 1} if kind is Krum else {}
         inner = kind(fraction_evaluate=0.0, min_train_nodes=5, min_available_nodes=5, **more)
-        protected, asked = server(nodes=5, strategy=inner)
-        arrays, _ = aggregated(protected, asked, replies)
+        protected, question = server(nodes=5, strategy=inner)
+        arrays, _ = aggregated(protected, question, replies)
         assert not protected.refusals
-        found[kind] = (moved(arrays) - torch.cat([value.flatten() for value in UPDATE.values()])).norm()
-    assert found[robust] < 0.05
-    assert found[FedAvg] > 10
+        result[kind] = (moved(arrays) - torch.cat([value.flatten() for value in UPDATE.values()])).norm()
+    assert result[robust] < 0.05
+    assert result[FedAvg] > 10
 
 
 def test_false_evaluation_reply_is_refused_and_the_others_count():
     inner = FedAvg(min_train_nodes=3, min_available_nodes=3, min_evaluate_nodes=3)
     protected = Protected(inner)
-    asked = list(protected.configure_evaluate(1, record(START), ConfigRecord(), Loopback(ClientApp(), 3)))
+    question = list(protected.configure_evaluate(1, record(START), ConfigRecord(), Loopback(ClientApp(), 3)))
     contents = [RecordDict({"metrics": MetricRecord({"num-examples": 4, "accuracy": 0.5})}) for _ in range(2)]
     contents.append(RecordDict({"a": MetricRecord({"num-examples": float("nan")}), "b": MetricRecord({"x": 1})}))
-    replies = [Message(content, reply_to=message) for content, message in zip(contents, asked, strict=True)]
+    replies = [Message(content, reply_to=message) for content, message in zip(contents, question, strict=True)]
     stranger = Message(contents[0], reply_to=Message(RecordDict(), dst_node_id=99, message_type="evaluate"))
     metrics = protected.aggregate_evaluate(1, [*replies, replies[0], stranger])
     assert metrics == MetricRecord({"accuracy": 0.5})
@@ -285,8 +287,8 @@ def test_random_records_are_refused_without_other_errors():
         if draw.random() < 0.5 and MARK in content:
             del content[MARK]
             content[MARK] = mark(1)
-        protected, asked = server(nodes=2)
-        replies = [Message(c, reply_to=m) for c, m in zip([copied(content), good()], asked, strict=True)]
+        protected, question = server(nodes=2)
+        replies = [Message(c, reply_to=m) for c, m in zip([copied(content), good()], question, strict=True)]
         arrays, _ = protected.aggregate_train(1, replies)
         assert arrays is not None
         assert bool(moved(arrays).isfinite().all())

@@ -21,12 +21,12 @@ from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.defences.guarantees import NOTHING
-from gradveil.federated.privacy_ledger import guarantee, place
+from gradveil.federated.privacy_ledger import guarantee, ledger_file
 from gradveil.integrations.flower import Protected, answer, protect
 from gradveil.integrations.flower.flower_records import record, tensors
 from gradveil.theory.accounting import Participation, composed, epsilon
 from tests.federated.small_federations import federation
-from tests.integrations.flower_in_process import BATCH, Loopback, asked, bits, client, context, helping, ledger
+from tests.integrations.flower_in_process import BATCH, Loopback, bits, client, context, helping, ledger, train_message
 from tests.integrations.test_flower_training import idles
 
 pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def counted(folder, training="lungs", node=0):
-    return json.loads(place(folder, f"partition-{node}", training).read_text())
+    return json.loads(ledger_file(folder, f"partition-{node}", training).read_text())
 
 
 def logged(caplog):
@@ -71,18 +71,20 @@ def test_client_logs_the_guarantee_that_the_engine_reports(text, local, tmp_path
 def test_defence_without_guarantee_counts_nothing(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "flwr"):
         for number, text in enumerate(("topk(0.5, feedback=true)", "gaussian(0.1)", "clip(1) + laplace(0.1)")):
-            own = client(text)
-            answer(asked(1, own), context(run=number), own, BATCH, folder=tmp_path)
-            protect(text, folder=tmp_path / "mod")(asked(1, own), context(run=number), idles)
+            local_client = client(text)
+            answer(train_message(1, local_client), context(run=number), local_client, BATCH, folder=tmp_path)
+            protect(text, folder=tmp_path / "mod")(train_message(1, local_client), context(run=number), idles)
     assert not [message for message in caplog.messages if "privacy" in message]
 
 
 def test_without_a_ledger_each_round_is_accounted_for_alone_and_nothing_is_kept(tmp_path, caplog):
     """No count lies in a folder of a run, which people remove; a limit takes a ledger, and says how to make it."""
-    own = client(USER)
+    local_client = client(USER)
     with caplog.at_level(logging.INFO, "flwr"):
         for number, training in ((1, None), (2, None), (3, "lungs")):
-            answer(asked(number, own), context(), own, BATCH, folder=tmp_path, training=training)
+            answer(
+                train_message(number, local_client), context(), local_client, BATCH, folder=tmp_path, training=training
+            )
             assert re.match(
                 r"privacy of this round alone: epsilon .* in the one sum.*; nothing is kept", logged(caplog)
             )
@@ -92,23 +94,25 @@ def test_without_a_ledger_each_round_is_accounted_for_alone_and_nothing_is_kept(
     with pytest.raises(GradveilError, match=f"has no ledger to be counted in: .* -> create one, .*: {command}"):
         spending(tmp_path, 4, bound=8, training="brains")
     with pytest.raises(GradveilError, match="has no ledger"):
-        protect(USER, folder=tmp_path, training="brains", epsilon=8)(asked(4, own), context(run=2), idles)
+        protect(USER, folder=tmp_path, training="brains", epsilon=8)(
+            train_message(4, local_client), context(run=2), idles
+        )
     assert command_line(command.split()[1:]) == 0
     spending(tmp_path, 4, run=2, bound=8, training="brains")
     assert counted(tmp_path, "brains")["rounds"] == 1
 
 
 def test_fixed_key_has_no_guarantee_and_counts_nothing(tmp_path, caplog):
-    own, key = client(USER), Key(0)
+    local_client, key = client(USER), Key(0)
     with caplog.at_level(logging.INFO, "flwr"):
-        answer(asked(1, own), context(), own, BATCH, folder=tmp_path, key=key)
+        answer(train_message(1, local_client), context(), local_client, BATCH, folder=tmp_path, key=key)
         assert logged(caplog) == f"{NOTHING}: the noise comes from a fixed key"
-        protect(USER, folder=tmp_path / "mod", key=key)(asked(1, own), context(), idles)
+        protect(USER, folder=tmp_path / "mod", key=key)(train_message(1, local_client), context(), idles)
         assert logged(caplog) == f"{NOTHING}: the noise comes from a fixed key"
     assert "epsilon" not in caplog.text
 
-    def answered(**given):
-        answer(asked(2, own), context(), own, BATCH, **given)
+    def answered(**arguments):
+        answer(train_message(2, local_client), context(), local_client, BATCH, **arguments)
 
     for ask in (partial(protect, USER), answered):
         with pytest.raises(GradveilError, match=r"epsilon: .*fixed key.* -> leave the key"):
@@ -134,12 +138,12 @@ import os, signal, sys
 from pathlib import Path
 from flwr.supercore.task_identity import TaskIdentity
 from gradveil.integrations.flower import answer, client_memory
-from tests.integrations.flower_in_process import BATCH, asked, client, context
+from tests.integrations.flower_in_process import BATCH, train_message, client, context
 TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = 77, 1, 1
-own, folder = client("user-dp(clip=1, sigma=32)"), Path(sys.argv[1])
-answer(asked(1, own), context(), own, BATCH, folder=folder, training="lungs")
+local_client, folder = client("user-dp(clip=1, sigma=32)"), Path(sys.argv[1])
+answer(train_message(1, local_client), context(), local_client, BATCH, folder=folder, training="lungs")
 client_memory.save_state = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-answer(asked(2, own), context(), own, BATCH, folder=folder, training="lungs")
+answer(train_message(2, local_client), context(), local_client, BATCH, folder=folder, training="lungs")
 """
 
 
@@ -150,27 +154,29 @@ def test_round_of_a_killed_client_is_counted(tmp_path):
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=surroundings, check=False)
     assert done.returncode == -signal.SIGKILL
     assert counted(tmp_path)["rounds"] == 2
-    own = client(USER)
-    answer(asked(2, own), context(), own, BATCH, folder=tmp_path, training="lungs")
+    local_client = client(USER)
+    answer(train_message(2, local_client), context(), local_client, BATCH, folder=tmp_path, training="lungs")
     assert counted(tmp_path)["rounds"] == 3
 
 
 def test_only_a_named_training_keeps_its_count_across_runs(tmp_path):
-    own = client(USER)
+    local_client = client(USER)
     ledger(tmp_path)
     for number in (1, 2):
-        answer(asked(1, own), context(run=number), own, BATCH, folder=tmp_path, training="lungs")
-        answer(asked(1, own), context(run=number + 10), own, BATCH, folder=tmp_path)
+        answer(
+            train_message(1, local_client), context(run=number), local_client, BATCH, folder=tmp_path, training="lungs"
+        )
+        answer(train_message(1, local_client), context(run=number + 10), local_client, BATCH, folder=tmp_path)
     assert counted(tmp_path)["rounds"] == 2
     (tmp_path / "partition-0" / "training-lungs").unlink()  # an empty state is not an empty budget
-    answer(asked(1, own), context(run=3), own, BATCH, folder=tmp_path, training="lungs")
+    answer(train_message(1, local_client), context(run=3), local_client, BATCH, folder=tmp_path, training="lungs")
     assert counted(tmp_path)["rounds"] == 3
 
 
-def spending(folder, number, run=1, bound=None, own=None, **settings):
-    own = own or client(USER)
+def spending(folder, number, run=1, bound=None, local_client=None, **settings):
+    local_client = local_client or client(USER)
     limit = {"folder": folder, "training": "lungs", "epsilon": bound, **settings}
-    return answer(asked(number, own), context(run=run), own, BATCH, **limit)
+    return answer(train_message(number, local_client), context(run=run), local_client, BATCH, **limit)
 
 
 def test_round_beyond_the_limit_is_refused_and_changes_no_file(tmp_path):
@@ -180,11 +186,11 @@ def test_round_beyond_the_limit_is_refused_and_changes_no_file(tmp_path):
     last = spending(tmp_path, 1, run=2, bound=two)
     before = counted(tmp_path)
     files = sorted(str(file) for file in tmp_path.rglob("*"))
-    what = rf"would be [0-9.]+ for each client \(2 rounds answered\), above {two:g}"
-    with pytest.raises(GradveilError, match=what):
+    problem = rf"would be [0-9.]+ for each client \(2 rounds answered\), above {two:g}"
+    with pytest.raises(GradveilError, match=problem):
         spending(tmp_path, 2, run=2, bound=two)
     assert bits(spending(tmp_path, 1, run=2, bound=two)) == bits(last)  # what was sent is sent again
-    with pytest.raises(GradveilError, match=what):
+    with pytest.raises(GradveilError, match=problem):
         spending(tmp_path, 1, run=3, bound=two)
     assert counted(tmp_path) == before
     assert [file for file in files if not Path(file).exists()] == []
@@ -192,25 +198,25 @@ def test_round_beyond_the_limit_is_refused_and_changes_no_file(tmp_path):
 
 
 def test_mod_checks_the_limit_before_the_app_trains(tmp_path):
-    own, calls = client("none"), []
+    local_client, calls = client("none"), []
 
-    def app(message, given):
+    def app(message, arguments):
         calls.append(message)
-        return idles(message, given)
+        return idles(message, arguments)
 
     one = epsilon(32.0, Participation(1, sampling="shuffled", at_most=1))
     ledger(tmp_path)
     mod = protect(USER, folder=tmp_path, training="lungs", epsilon=one)
-    first = mod(asked(1, own), context(), app)
+    first = mod(train_message(1, local_client), context(), app)
     with pytest.raises(GradveilError, match="1 round answered"):
-        mod(asked(2, own), context(), app)
-    assert bits(mod(asked(1, own), context(), app)) == bits(first)
+        mod(train_message(2, local_client), context(), app)
+    assert bits(mod(train_message(1, local_client), context(), app)) == bits(first)
     assert len(calls) == 1
     assert counted(tmp_path)["rounds"] == 1
 
 
 @pytest.mark.parametrize(
-    ("settings", "what"),
+    ("settings", "problem"),
     [
         ({"epsilon": 8}, "start again with every run"),
         ({"epsilon": 0, "training": "lungs"}, r"privacy\.epsilon"),
@@ -219,13 +225,13 @@ def test_mod_checks_the_limit_before_the_app_trains(tmp_path):
         ({"epsilon": 8, "training": "lungs", "text": "clip(1) + laplace(0.1)"}, "has no epsilon"),
     ],
 )
-def test_limit_without_guarantee_or_named_training_is_refused(settings, what, tmp_path):
+def test_limit_without_guarantee_or_named_training_is_refused(settings, problem, tmp_path):
     text = settings.pop("text", USER)
-    with pytest.raises(GradveilError, match=what):
+    with pytest.raises(GradveilError, match=problem):
         protect(text, folder=tmp_path, **settings)
-    own = client(text)
-    with pytest.raises(GradveilError, match=what):
-        answer(asked(1, own), context(), own, BATCH, folder=tmp_path, **settings)
+    local_client = client(text)
+    with pytest.raises(GradveilError, match=problem):
+        answer(train_message(1, local_client), context(), local_client, BATCH, folder=tmp_path, **settings)
     assert not list(tmp_path.rglob("answer-*"))
 
 
@@ -237,10 +243,10 @@ def statistics(message, _context):
 
 
 def test_undefended_statistics_void_the_guarantee_for_all_later_rounds(tmp_path, caplog):
-    own = Client(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+    local_client = Client(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
 
     def ask(number, way, bound=None):
-        message = asked(number, own)
+        message = train_message(number, local_client)
         values = tensors(message.content["arrays"]) | {"1.running_mean": torch.zeros(3), "1.running_var": torch.ones(3)}
         message.content["arrays"] = record(values)
         settings = {"folder": tmp_path, "training": "lungs", "guard": "ignore", "epsilon": bound}
@@ -262,8 +268,10 @@ def test_undefended_statistics_void_the_guarantee_for_all_later_rounds(tmp_path,
 
 def test_rounds_with_different_sampling_rates_add_up(tmp_path, caplog):
     def ask(number, **local):
-        own = client(DP, local=Local(lr=0.1, **local))
-        return answer(asked(number, own), context(), own, BATCH, folder=tmp_path, training="lungs")
+        local_client = client(DP, local=Local(lr=0.1, **local))
+        return answer(
+            train_message(number, local_client), context(), local_client, BATCH, folder=tmp_path, training="lungs"
+        )
 
     ledger(tmp_path)
     with caplog.at_level(logging.INFO, "flwr"):

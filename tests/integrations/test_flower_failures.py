@@ -17,7 +17,7 @@ from gradveil.defences.dp import Clip
 from gradveil.integrations.flower import answer, protect
 from gradveil.integrations.flower.flower_records import record, tensors, unpacked
 from gradveil.wire.codec import Layout, decode
-from tests.integrations.flower_in_process import asked, bits, client, context, ledger
+from tests.integrations.flower_in_process import bits, client, context, ledger, train_message
 
 OWN = client("none", model=nn.Linear(4, 3).double())
 USER = "user-dp(clip=1, sigma=8)"
@@ -61,15 +61,15 @@ def size(reply):
 def test_failing_app_is_counted_and_answered_like_any_other(case, tmp_path, caplog):
     file = ledger(tmp_path)
     mod = protect(USER, folder=tmp_path, training="lungs", epsilon=20)
-    good = mod(asked(1, OWN), context(), app())
-    bad = mod(asked(2, OWN), context(), FAILING[case])
+    good = mod(train_message(1, OWN), context(), app())
+    bad = mod(train_message(2, OWN), context(), FAILING[case])
     assert bad.has_content()
     assert dict(bad.content["numbers"]) == dict(good.content["numbers"]) == {"num-examples": 7, "loss": 0.25}
     assert list(bad.content) == list(good.content)
     assert size(bad) > 1, "it has noise"
     assert "counts as zeros" in caplog.text
     assert json.loads(file.read_text())["rounds"] == 2
-    assert bits(mod(asked(2, OWN), context(), app())) == bits(bad)
+    assert bits(mod(train_message(2, OWN), context(), app())) == bits(bad)
 
 
 @pytest.mark.parametrize("kind", ["a mod", "an answer"])
@@ -87,10 +87,16 @@ def test_zeros_that_replace_a_failed_update_get_new_noise(kind, tmp_path, monkey
 
     monkeypatch.setattr(LatticeGaussian, "apply", failing)
     if kind == "a mod":
-        protect(USER, folder=tmp_path)(asked(1, OWN), context(), app())
+        protect(USER, folder=tmp_path)(train_message(1, OWN), context(), app())
     else:
-        own = client(USER, model=nn.Linear(4, 3).double())
-        answer(asked(1, own), context(), own, Batch(torch.zeros(3, 4).double(), torch.arange(3)), folder=tmp_path)
+        local_client = client(USER, model=nn.Linear(4, 3).double())
+        answer(
+            train_message(1, local_client),
+            context(),
+            local_client,
+            Batch(torch.zeros(3, 4).double(), torch.arange(3)),
+            folder=tmp_path,
+        )
     assert len(drawn) == 2
     assert not torch.equal(*drawn)
 
@@ -98,19 +104,19 @@ def test_zeros_that_replace_a_failed_update_get_new_noise(kind, tmp_path, monkey
 def test_the_ledger_counts_before_the_app_runs(tmp_path):
     file, seen = ledger(tmp_path), []
 
-    def looking(message, given):
+    def looking(message, arguments):
         seen.append(json.loads(file.read_text())["rounds"])
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        protect(USER, folder=tmp_path, training="lungs", epsilon=20)(asked(1, OWN), context(), looking)
+        protect(USER, folder=tmp_path, training="lungs", epsilon=20)(train_message(1, OWN), context(), looking)
     assert seen == [1]
 
 
 @pytest.mark.parametrize("train", [app(), raising])
 def test_metrics_that_are_known_before_are_all_that_a_reply_says(train, tmp_path):
     mod = protect(USER, folder=tmp_path, metrics={"num-examples": 12})
-    content = mod(asked(1, OWN), context(), train).content
+    content = mod(train_message(1, OWN), context(), train).content
     assert [dict(values) for values in content.metric_records.values()] == [{"num-examples": 12}]
     with pytest.raises(GradveilError, match="has no 'num-examples'"):
         protect(USER, metrics={"loss": 1.0})
@@ -125,8 +131,8 @@ def test_noise_that_depends_on_what_the_app_tells_is_refused_when_the_mod_is_mad
 def test_without_a_guarantee_an_app_fails_as_it_did(tmp_path):
     mod = protect("topk(0.5)", folder=tmp_path)
     with pytest.raises(RuntimeError, match="example 3"):
-        mod(asked(1, OWN), context(), raising)
-    assert mod(asked(1, OWN), context(), erring).has_error()
+        mod(train_message(1, OWN), context(), raising)
+    assert mod(train_message(1, OWN), context(), erring).has_error()
 
 
 D = 16
@@ -163,10 +169,10 @@ def test_a_loss_that_fails_for_one_example_tells_no_server_that_it_is_there(text
     if inside:
         inputs[3] = star
     local = Local(batch=32, lr=0.1, steps=1, sampling=sampling)
-    own = parse(text)(Client(network(), entropy, local=local))
+    local_client = parse(text)(Client(network(), entropy, local=local))
     batch, file = Batch(inputs, torch.arange(32) % 2), ledger(tmp_path)
     settings = {"folder": tmp_path, "training": "lungs", "epsilon": 200, "guard": "ignore"}
-    assert answer(asked(1, overflowing(star)), context(), own, batch, **settings).has_content()
+    assert answer(train_message(1, overflowing(star)), context(), local_client, batch, **settings).has_content()
     assert ("cannot be computed" in caplog.text) == inside
     assert json.loads(file.read_text())["rounds"] == 1
 
@@ -174,19 +180,26 @@ def test_a_loss_that_fails_for_one_example_tells_no_server_that_it_is_there(text
 @pytest.mark.parametrize("text", [USER, "dp(clip=1, sigma=8)", "user-dp(clip=1, sigma=8) + topk(0.5, feedback=true)"])
 @pytest.mark.parametrize("local", [None, Local(batch=8, lr=0.1, steps=2)])
 def test_a_label_that_the_model_has_no_class_for_is_no_message(text, local, tmp_path, caplog):
-    own = parse(text)(Client(nn.Linear(4, 3), local=local))
+    local_client = parse(text)(Client(nn.Linear(4, 3), local=local))
     labels = torch.tensor([0, 1, 2, 77, 0, 1, 2, 0])
-    reply = answer(asked(1, own), context(), own, Batch(torch.ones(8, 4), labels), folder=tmp_path, guard="ignore")
+    reply = answer(
+        train_message(1, local_client),
+        context(),
+        local_client,
+        Batch(torch.ones(8, 4), labels),
+        folder=tmp_path,
+        guard="ignore",
+    )
     assert reply.has_content()
     assert "77" in caplog.text
 
 
 def test_removed_run_folder_starts_empty_with_a_warning(tmp_path, caplog):
     mod = protect("topk(0.5, feedback=true)", folder=tmp_path, training="lungs")
-    mod(asked(1, OWN), context(), app())
+    mod(train_message(1, OWN), context(), app())
     assert "is lost" not in caplog.text
     for file in (tmp_path / "partition-0" / "run-77").iterdir():
         file.unlink()
     (tmp_path / "partition-0" / "run-77").rmdir()
-    mod(asked(1, OWN), context(), app())
+    mod(train_message(1, OWN), context(), app())
     assert "run-77 is missing" in caplog.text

@@ -22,7 +22,7 @@ from tests.integrations.flower_in_process import Loopback, context, copied, exam
 START = {"w": torch.arange(1.0, 9.0), "b": torch.zeros(2)}
 
 
-def asked(number=1, arrays=START, kind="train") -> Message:
+def train_message(number=1, arrays=START, kind="train") -> Message:
     return Message(RecordDict({"arrays": record(arrays), MARK: mark(number)}), dst_node_id=1, message_type=kind)
 
 
@@ -44,7 +44,7 @@ MOVED = {"w": START["w"] - torch.tensor([8.0, 0, 0, 1, 0, 0, 0, 2]), "b": torch.
 
 
 def test_the_update_is_what_was_received_minus_what_was_returned(tmp_path):
-    reply = protect("none", folder=tmp_path)(asked(), context(), app(MOVED))
+    reply = protect("none", folder=tmp_path)(train_message(), context(), app(MOVED))
     update = sent(reply)
     assert torch.equal(update["w"], START["w"] - MOVED["w"])
     assert torch.equal(update["b"], -MOVED["b"])
@@ -55,10 +55,10 @@ def test_the_update_is_what_was_received_minus_what_was_returned(tmp_path):
 def test_residual_is_sent_in_the_next_round(tmp_path):
     """Of ten entries the two largest are sent; the next round sends what was left, though nothing new came."""
     mod = protect("prune(0.8, scope='global', feedback=true)", folder=tmp_path)
-    first = sent(mod(asked(1), context(), app(MOVED)))
+    first = sent(mod(train_message(1), context(), app(MOVED)))
     assert (first["w"][0], first["b"][1]) == (8.0, 3.0)
     assert sum(int(value.count_nonzero()) for value in first.values()) == 2
-    second = sent(mod(asked(2), context(), app(START)))
+    second = sent(mod(train_message(2), context(), app(START)))
     assert (second["w"][7], second["w"][3]) == (2.0, 1.0)
     assert sum(int(value.count_nonzero()) for value in second.values()) == 2
 
@@ -66,10 +66,10 @@ def test_residual_is_sent_in_the_next_round(tmp_path):
 def test_nonfinite_update_is_not_sent_and_leaves_the_state(tmp_path):
     mods = [protect("dgp(top=0, bottom=0.8, feedback=true)", folder=tmp_path / name) for name in ("spoilt", "spared")]
     for mod in mods:
-        mod(asked(1), context(), app(MOVED))
+        mod(train_message(1), context(), app(MOVED))
     with pytest.raises(GradveilError, match="not finite"):
-        mods[0](asked(2), context(), app({**MOVED, "b": torch.tensor([0.0, torch.nan])}))
-    after = [sent(mod(asked(3), context(), app(START))) for mod in mods]
+        mods[0](train_message(2), context(), app({**MOVED, "b": torch.tensor([0.0, torch.nan])}))
+    after = [sent(mod(train_message(3), context(), app(START))) for mod in mods]
     torch.testing.assert_close(*after, rtol=0, atol=0)
     assert after[0]["w"].any()
 
@@ -77,8 +77,8 @@ def test_nonfinite_update_is_not_sent_and_leaves_the_state(tmp_path):
 def test_overflowing_state_of_a_finite_update_is_not_kept(tmp_path):
     mod = protect("standin(optimiser=adagrad)", folder=tmp_path)
     far = {**START, "w": START["w"] - 1e25}
-    assert all(bool(value.isfinite().all()) for value in sent(mod(asked(1), context(), app(far))).values())
-    assert sent(mod(asked(2), context(), app(MOVED)))["w"].any()
+    assert all(bool(value.isfinite().all()) for value in sent(mod(train_message(1), context(), app(far))).values())
+    assert sent(mod(train_message(2), context(), app(MOVED)))["w"].any()
 
 
 def own_training(engine, folder):
@@ -87,8 +87,8 @@ def own_training(engine, folder):
     protected = protect("user-dp(clip=0.5, sigma=0.01) + topk(0.2, feedback=true)", folder=folder)
 
     def with_the_engines_key(message, ctx, call_next):
-        own = engine.key.child("client", ctx.node_config["partition-id"])
-        return replace(protected, key=own)(message, ctx, call_next)
+        local_client = engine.key.child("client", ctx.node_config["partition-id"])
+        return replace(protected, key=local_client)(message, ctx, call_next)
 
     @flower.train(mods=[with_the_engines_key])
     def train(message, ctx):
@@ -139,13 +139,13 @@ def test_flowers_own_mods_can_follow_protect(tmp_path):
 
 
 def test_outer_mod_finds_the_message_unchanged(tmp_path):
-    message = asked()
+    message = train_message()
     protect("none", folder=tmp_path)(message, context(), app(MOVED))
     assert message.content[MARK]["round"] == 1
 
 
 @pytest.mark.parametrize(
-    ("text", "what"),
+    ("text", "problem"),
     [
         ("dp", "acts on the single gradients"),
         ("dropout + topk(0.1)", "acts on the model"),
@@ -157,8 +157,8 @@ def test_outer_mod_finds_the_message_unchanged(tmp_path):
         ("adgp(selection=previous)", "needs public messages"),
     ],
 )
-def test_defence_that_cannot_act_on_an_update_is_refused_when_the_mod_is_created(text, what):
-    with pytest.raises(GradveilError, match=what) as refused:
+def test_defence_that_cannot_act_on_an_update_is_refused_when_the_mod_is_created(text, problem):
+    with pytest.raises(GradveilError, match=problem) as refused:
         protect(text)
     assert "answer(" in str(refused.value) or "gradveil train" in str(refused.value)
 
@@ -179,13 +179,13 @@ def test_all_problems_are_reported_at_once():
 def test_evaluation_message_passes_unchanged(tmp_path):
     mod = protect("topk(0.1)", folder=tmp_path)
     for kind in ("evaluate", "query"):
-        reply = mod(asked(kind=kind), context(), app(MOVED))
+        reply = mod(train_message(kind=kind), context(), app(MOVED))
         assert torch.equal(tensors(reply.content["arrays"])["w"], MOVED["w"])
     assert not list(tmp_path.iterdir())
 
 
 def test_unmarked_message_is_refused(tmp_path):
-    message = asked()
+    message = train_message()
     del message.content[MARK]
     with pytest.raises(GradveilError, match="Protected"):
         protect("topk(0.1)", folder=tmp_path)(message, context(), app(MOVED))
@@ -197,12 +197,12 @@ TRAINED = {**MOVED, "n.running_mean": torch.tensor([0.25, 0.5]), "n.num_batches_
 
 def test_changed_statistics_are_refused_unless_configured(tmp_path):
     with pytest.raises(GradveilError, match="running_mean: was changed: it is a mean over private examples"):
-        protect("none", folder=tmp_path)(asked(arrays=WITH_STATISTICS), context(), app(TRAINED))
-    kept = protect("none", folder=tmp_path, statistics="keep")
-    assert sent(kept(asked(1, WITH_STATISTICS), context(), app(TRAINED))).keys() == START.keys()
+        protect("none", folder=tmp_path)(train_message(arrays=WITH_STATISTICS), context(), app(TRAINED))
+    selected = protect("none", folder=tmp_path, statistics="keep")
+    assert sent(selected(train_message(1, WITH_STATISTICS), context(), app(TRAINED))).keys() == START.keys()
     sending = protect("topk(0.1)", folder=tmp_path / "other", statistics="send")
     with_mean = {**START, "n.running_mean": torch.zeros(2)}
-    update = sent(sending(asked(2, WITH_STATISTICS), context(), app(TRAINED)), with_mean)
+    update = sent(sending(train_message(2, WITH_STATISTICS), context(), app(TRAINED)), with_mean)
     assert torch.equal(update["n.running_mean"], torch.tensor([-0.25, -0.5]))
     assert int(update["w"].count_nonzero()) == 1
 
@@ -210,26 +210,28 @@ def test_changed_statistics_are_refused_unless_configured(tmp_path):
 def test_frozen_parameters_may_not_change(tmp_path):
     mod = protect("none", folder=tmp_path, trainable=["w"])
     with pytest.raises(GradveilError, match=r"arrays\.b: was changed, but is not trained"):
-        mod(asked(), context(), app(MOVED))
-    assert list(sent(mod(asked(), context(), app({**MOVED, "b": START["b"]})), {"w": START["w"]})) == ["w"]
+        mod(train_message(), context(), app(MOVED))
+    assert list(sent(mod(train_message(), context(), app({**MOVED, "b": START["b"]})), {"w": START["w"]})) == ["w"]
 
 
 def test_another_model_than_the_received_one_is_refused(tmp_path):
     with pytest.raises(GradveilError, match="expected float32"):
-        protect("none", folder=tmp_path)(asked(), context(), app({**MOVED, "w": torch.ones(3)}))
+        protect("none", folder=tmp_path)(train_message(), context(), app({**MOVED, "w": torch.ones(3)}))
 
 
 def test_values_that_are_not_finite_are_not_sent(tmp_path):
     """The message names no setting of the encoding, which Flower apps cannot set."""
     with pytest.raises(GradveilError, match=r"^update\.b: is not finite -> lower the step size"):
-        protect("none", folder=tmp_path)(asked(), context(), app({**MOVED, "b": torch.tensor([0.0, torch.nan])}))
+        protect("none", folder=tmp_path)(
+            train_message(), context(), app({**MOVED, "b": torch.tensor([0.0, torch.nan])})
+        )
     assert not list((tmp_path / "partition-0" / "run-77").iterdir())
 
 
 def test_noise_comes_from_the_clients_key(tmp_path):
     key = Key(5)
     mod = protect("gaussian(0.5)", folder=tmp_path, key=key)
-    noise = sent(mod(asked(), context(), app(START)))["w"]
+    noise = sent(mod(train_message(), context(), app(START)))["w"]
     drawn = torch.randn(8, generator=key.child("round", 1, "send.noise.w").generator())
     torch.testing.assert_close(noise, 0.5 * drawn)
 
@@ -244,7 +246,7 @@ def test_repeated_reply_keeps_the_apps_records(tmp_path):
 
     mod = protect("topk(0.5)", folder=tmp_path)
     for _ in range(2):
-        content = mod(asked(), context(), train).content
+        content = mod(train_message(), context(), train).content
         assert dict(content["more"]) == more
         assert dict(content["numbers"]) == {"num-examples": 5, "loss": 0.5}
         assert len(content) == 4
@@ -255,8 +257,8 @@ def test_an_app_that_fails_sends_its_error_and_the_round_stays_open(tmp_path):
         return Message(Error(3, "no data"), reply_to=message)
 
     mod = protect("topk(0.5)", folder=tmp_path)
-    assert mod(asked(), context(), broken).error.reason == "no data"
-    assert mod(asked(), context(), app(MOVED)).has_content()
+    assert mod(train_message(), context(), broken).error.reason == "no data"
+    assert mod(train_message(), context(), app(MOVED)).has_content()
 
 
 def test_reply_without_number_of_examples_is_refused(tmp_path):
@@ -264,18 +266,20 @@ def test_reply_without_number_of_examples_is_refused(tmp_path):
         return Message(RecordDict({"arrays": record(MOVED), "metrics": MetricRecord({"n": 3})}), reply_to=message)
 
     with pytest.raises(GradveilError, match="put 'num-examples' into the metrics"):
-        protect("topk(0.5)", folder=tmp_path)(asked(), context(), silent)
+        protect("topk(0.5)", folder=tmp_path)(train_message(), context(), silent)
 
 
 @pytest.mark.parametrize("count", [0, -3, float("nan"), float("inf"), [5]])
 def test_invalid_number_of_examples_is_refused(tmp_path, count):
     with pytest.raises(GradveilError, match=r"num-examples: is .* at least 1"):
-        protect("topk(0.5)", folder=tmp_path)(asked(), context(), app(MOVED, count))
+        protect("topk(0.5)", folder=tmp_path)(train_message(), context(), app(MOVED, count))
 
 
 def test_model_without_trained_parameters_is_refused(tmp_path):
     with pytest.raises(GradveilError, match="hold nothing that is trained"):
-        protect("topk(0.5)", folder=tmp_path)(asked(arrays={"n": torch.zeros(2, dtype=torch.long)}), context(), app({}))
+        protect("topk(0.5)", folder=tmp_path)(
+            train_message(arrays={"n": torch.zeros(2, dtype=torch.long)}), context(), app({})
+        )
 
 
 def test_creating_a_mod_leaves_the_global_generator_unchanged():
@@ -293,19 +297,19 @@ def test_guard_inspects_before_the_app_trains(tmp_path):
     model = nn.Linear(4, 2)
     traces = {"weight": torch.tensor([[1e3] * 4, [0.0] * 4]), "bias": torch.zeros(2)}
     with pytest.raises(GradveilError, match="fishing"):
-        protect("none", model, folder=tmp_path / "a", guard="refuse")(asked(arrays=traces), context(), never)
+        protect("none", model, folder=tmp_path / "a", guard="refuse")(train_message(arrays=traces), context(), never)
     traps = {"body.weight": torch.ones(16, 20), "body.bias": torch.arange(16.0), "head.weight": torch.eye(16)[:2]}
     with pytest.raises(GradveilError, match=r"body\.weight: imprint"):
-        protect("none", folder=tmp_path / "c", guard="refuse")(asked(arrays=traps), context(), never)
+        protect("none", folder=tmp_path / "c", guard="refuse")(train_message(arrays=traps), context(), never)
     blind = protect("none", folder=tmp_path / "b", guard="refuse")
-    blind(asked(1), context(), app({**START, "w": START["w"] - 0.01}))
+    blind(train_message(1), context(), app({**START, "w": START["w"] - 0.01}))
     far = {**START, "w": START["w"] + 100}
     with pytest.raises(GradveilError, match="jump: moved"):
-        blind(asked(2, far), context(), never)
+        blind(train_message(2, far), context(), never)
 
 
 def test_unreadable_arrays_are_refused(tmp_path):
-    message = asked()
+    message = train_message()
     message.content["arrays"] = ArrayRecord({"w": Array("float32", (1,), "unknown", b"x")})
     with pytest.raises(GradveilError, match=r"arrays\.w: cannot be read"):
         protect("none", folder=tmp_path)(message, context(), app(MOVED))

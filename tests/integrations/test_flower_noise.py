@@ -24,7 +24,7 @@ from gradveil.nn.stochastic_layers import Dropout
 from gradveil.spaces import ImageSpace
 from gradveil.wire.codec import Layout, decode
 from tests.core.test_secure_noise import Own
-from tests.integrations.flower_in_process import BATCH, asked, bits, client, context
+from tests.integrations.flower_in_process import BATCH, bits, client, context, train_message
 from tests.integrations.test_flower_training import trains
 
 SEEDS = 1 << 12
@@ -36,8 +36,8 @@ def net():
     return nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, 2))
 
 
-def sent(reply, own):
-    return decode(bits(reply), Layout.of(own.params()))
+def sent(reply, local_client):
+    return decode(bits(reply), Layout.of(local_client.params()))
 
 
 @cache
@@ -46,7 +46,7 @@ def of_seeds(shape: torch.Size) -> torch.Tensor:
     return torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(SEEDS)])
 
 
-def found(values: torch.Tensor) -> int:
+def seeds_within(values: torch.Tensor) -> int:
     """Count the seeds whose noise leaves no more of a tensor than the clip does."""
     return int(((values - of_seeds(values.shape)).flatten(1).norm(dim=1) <= 1.01).sum())
 
@@ -59,18 +59,25 @@ def short(key: Key) -> torch.Generator:
 
 def test_server_that_searches_seeds_finds_only_short_ones(tmp_path, monkeypatch):
     """The control is the client as it was: noise of norm 13 on a clipped update, and one of 4096 seeds takes it off."""
-    own = client(USER, net())
+    local_client = client(USER, net())
     with monkeypatch.context() as patched:
         patched.setattr(Key, "generator", short)
-        before = sent(answer(asked(1, own), context(), own, BATCH, folder=tmp_path / "old", key=Key(2**100)), own)
+        before = sent(
+            answer(
+                train_message(1, local_client), context(), local_client, BATCH, folder=tmp_path / "old", key=Key(2**100)
+            ),
+            local_client,
+        )
     assert before["0.weight"].norm() > 9
-    assert found(before["0.weight"]) == 1
+    assert seeds_within(before["0.weight"]) == 1
 
-    now = sent(answer(asked(1, own), context(), own, BATCH, folder=tmp_path / "new"), own)
-    mod = sent(protect(USER, folder=tmp_path / "mod")(asked(1, own), context(), trains), own)
+    now = sent(
+        answer(train_message(1, local_client), context(), local_client, BATCH, folder=tmp_path / "new"), local_client
+    )
+    mod = sent(protect(USER, folder=tmp_path / "mod")(train_message(1, local_client), context(), trains), local_client)
     for reply in (now, mod):
         assert reply["0.weight"].norm() > 9
-        assert not found(reply["0.weight"])
+        assert not seeds_within(reply["0.weight"])
 
 
 @pytest.mark.parametrize("text", [USER, "dp(clip=1, sigma=1)"])
@@ -79,14 +86,19 @@ def test_repeated_run_id_gets_new_noise(text, tmp_path):
 
     With the same noise the difference of two answers is that of two updates; here it is as long as two noises.
     """
-    own = client(text, net())
+    local_client = client(text, net())
     other = BATCH._replace(inputs=BATCH.inputs + 0.1)
     std = 1 / len(BATCH.targets) if text.startswith("dp") else 1.0
 
     def apart(**settings):
         replies = []
         for batch in (BATCH, other):
-            replies.append(sent(answer(asked(1, own), context(), own, batch, folder=tmp_path, **settings), own))
+            replies.append(
+                sent(
+                    answer(train_message(1, local_client), context(), local_client, batch, folder=tmp_path, **settings),
+                    local_client,
+                )
+            )
             shutil.rmtree(tmp_path / "partition-0")
         return torch.cat([(value - replies[1][name]).flatten() for name, value in replies[0].items()])
 
@@ -97,7 +109,7 @@ def test_repeated_run_id_gets_new_noise(text, tmp_path):
 
 def test_all_draws_come_from_the_secret_of_the_answer(tmp_path, monkeypatch):
     """Noise, masks, Poisson inclusion, mixtures: all that is declared; and another answer has another secret."""
-    own = client(
+    local_client = client(
         "mixup + dp(clip=1, sigma=1) + user-dp(clip=1, sigma=1)",
         nn.Sequential(nn.Linear(4, 5), Dropout(0.5), nn.Linear(5, 3)),
         local=Local(batch=2, lr=0.1, steps=2, sampling="poisson"),
@@ -112,9 +124,9 @@ def test_all_draws_come_from_the_secret_of_the_answer(tmp_path, monkeypatch):
 
     monkeypatch.setattr(SecretKey, "draw", draw)
     for number in (1, 2):
-        answer(asked(number, own), context(), own, BATCH, folder=tmp_path)
+        answer(train_message(number, local_client), context(), local_client, BATCH, folder=tmp_path)
     names = {path[-1] for path in drawn}
-    declared = own.noise_spec(own.params(), BATCH)
+    declared = local_client.noise_spec(local_client.params(), BATCH)
     assert names == set(declared)
     assert {"inclusion", "model.1.mask", "step.noise.0.weight", "send.noise.0.weight"} <= names
     assert any("lambda" in name or "partner" in name or name.startswith("batch") for name in names)
@@ -129,10 +141,13 @@ def test_no_secret_is_in_a_file_a_log_or_a_record(tmp_path, monkeypatch, caplog)
         return roots[-1]
 
     monkeypatch.setattr("gradveil.core.secure_noise.os.urandom", recorded)
-    own = client(f"{USER} + topk(0.3, feedback=true)")
+    local_client = client(f"{USER} + topk(0.3, feedback=true)")
     with caplog.at_level(logging.DEBUG):
-        replies = [answer(asked(number, own), context(), own, BATCH, folder=tmp_path) for number in (1, 2)]
-        again = answer(asked(2, own), context(), own, BATCH, folder=tmp_path)
+        replies = [
+            answer(train_message(number, local_client), context(), local_client, BATCH, folder=tmp_path)
+            for number in (1, 2)
+        ]
+        again = answer(train_message(2, local_client), context(), local_client, BATCH, folder=tmp_path)
     assert bits(again) == bits(replies[1])
     roots = [root for root in roots if len(root) == 32]
     assert len(set(roots)) == len(roots) == 2, "one for each answer, none for one that is repeated"
@@ -149,21 +164,21 @@ def test_law_that_needs_torchs_generator_is_refused_only_in_a_deployment(tmp_pat
         def noise(self, params):
             return NoiseSpec({name: Noise(tuple(p.shape), Own(), dtype=p.dtype) for name, p in params.items()})
 
-    own = Defence("mine", send=chain(mine=Theirs(1.0)))(client("none"))
+    local_client = Defence("mine", send=chain(mine=Theirs(1.0)))(client("none"))
     with pytest.raises(GradveilError, match=r"noise\.send\.mine\.0\.weight: its law Own cannot draw from a crypto"):
-        answer(asked(1, own), context(), own, BATCH, folder=tmp_path)
+        answer(train_message(1, local_client), context(), local_client, BATCH, folder=tmp_path)
     assert not list(tmp_path.rglob("answer-*"))
-    answer(asked(1, own), context(), own, BATCH, folder=tmp_path, key=Key(0))
+    answer(train_message(1, local_client), context(), local_client, BATCH, folder=tmp_path, key=Key(0))
 
 
 def test_sent_values_are_multiples_of_the_grid_step(tmp_path):
     """Also through the mod, whose client is a stand-in; a power of two is a step of every finer grid."""
-    own = client("user-dp(clip=1, sigma=1)")
+    local_client = client("user-dp(clip=1, sigma=1)")
     for reply in (
-        answer(asked(1, own), context(), own, BATCH, folder=tmp_path / "a"),
-        protect(USER, folder=tmp_path / "b")(asked(1, own), context(), trains),
+        answer(train_message(1, local_client), context(), local_client, BATCH, folder=tmp_path / "a"),
+        protect(USER, folder=tmp_path / "b")(train_message(1, local_client), context(), trains),
     ):
-        values = torch.cat([value.flatten() for value in sent(reply, own).values()]).double()
+        values = torch.cat([value.flatten() for value in sent(reply, local_client).values()]).double()
         steps = values * 2**12  # 23 entries: 2^-9 / sqrt(23) is above 2^-12
         assert torch.equal(steps, steps.round())
         assert not torch.equal(values * 2**8, (values * 2**8).round())

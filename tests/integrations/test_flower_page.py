@@ -93,8 +93,8 @@ def test_the_table_says_which_defences_go_where():
     for name, entry in DEFENCES.items():
         needs = any(argument.default is REQUIRED for argument in entry.arguments)
         text = f"{name}(0.5)" if needs else name
-        own = parse(text)(Client(model, domain=images))
-        works = (not _refused(lambda text=text: protect(text)), not unsupported(own))
+        local_client = parse(text)(Client(model, domain=images))
+        works = (not _refused(lambda text=text: protect(text)), not unsupported(local_client))
         assert works == (
             supported.get(name, ("yes", "yes")) == ("yes", "yes"),
             supported.get(name, ("", "yes"))[1] == "yes",

@@ -7,7 +7,7 @@ from gradveil.client import Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.integrations.flower import answer, protect
-from tests.integrations.flower_in_process import BATCH, asked, bits, client, context, ledger
+from tests.integrations.flower_in_process import BATCH, bits, client, context, ledger, train_message
 from tests.integrations.test_flower_training import idles
 
 DP, USER, HEURISTIC = "dp(clip=1, sigma=16)", "user-dp(clip=1, sigma=32)", "topk(0.5)"
@@ -40,14 +40,14 @@ def never(message, context):
 
 @pytest.mark.parametrize(("demands", "text", "settings", "where"), REFUSED)
 def test_an_app_that_promises_less_is_refused_before_it_trains(demands, text, settings, where, tmp_path):
-    own = client(text, local=None if text == USER else Local(batch=2, lr=0.1, epochs=1))
+    local_client = client(text, local=None if text == USER else Local(batch=2, lr=0.1, epochs=1))
     node = context(**demands, **{"gradveil-folder": str(tmp_path)})
     with pytest.raises(GradveilError) as caught:
-        answer(asked(1, own), node, own, BATCH, **settings)
+        answer(train_message(1, local_client), node, local_client, BATCH, **settings)
     assert where in {problem.where for problem in caught.value.problems}
     if text != DP:
         with pytest.raises(GradveilError) as caught:
-            protect(text, **settings)(asked(1, own), node, never)
+            protect(text, **settings)(train_message(1, local_client), node, never)
         assert where in {problem.where for problem in caught.value.problems}
     assert not list(tmp_path.rglob("answer-*"))
 
@@ -56,22 +56,24 @@ def test_an_app_that_promises_enough_is_answered(tmp_path):
     demands = {"gradveil-require": "user-dp", "gradveil-epsilon": 8, "gradveil-delta": 1e-5, "gradveil-guard": "warn"}
     for number, name in enumerate(("lungs", "hearts")):
         node = context(number, **demands, **{"gradveil-training": name, "gradveil-folder": str(tmp_path)})
-        for place in (number, number + 2):
-            ledger(tmp_path, place, name)
-        own, settings = client(USER), {**LIMIT, "training": name, "guard": "refuse"}
-        assert bits(answer(asked(1, own), node, own, BATCH, **settings)) is not None
+        for position in (number, number + 2):
+            ledger(tmp_path, position, name)
+        local_client, settings = client(USER), {**LIMIT, "training": name, "guard": "refuse"}
+        assert bits(answer(train_message(1, local_client), node, local_client, BATCH, **settings)) is not None
         other = context(number + 2, **demands, **{"gradveil-training": name, "gradveil-folder": str(tmp_path)})
-        assert bits(protect(USER, **settings)(asked(1, own), other, idles)) is not None
+        assert bits(protect(USER, **settings)(train_message(1, local_client), other, idles)) is not None
 
 
 def test_app_cannot_move_its_files_if_the_node_has_demands(tmp_path):
-    own = client(USER)
+    local_client = client(USER)
     with pytest.raises(GradveilError, match="folder: replaces the node's folder"):
-        answer(asked(1, own), context(**{"gradveil-require": "dp"}), own, BATCH, folder=tmp_path)
+        answer(
+            train_message(1, local_client), context(**{"gradveil-require": "dp"}), local_client, BATCH, folder=tmp_path
+        )
 
 
 def test_undefended_statistics_do_not_meet_a_demanded_guarantee(tmp_path):
-    own = client(USER, model=torch.nn.Linear(4, 2))
+    local_client = client(USER, model=torch.nn.Linear(4, 2))
     node = context(**{"gradveil-require": "user-dp", "gradveil-folder": str(tmp_path)})
     with pytest.raises(GradveilError, match="running statistics are sent"):
-        protect(USER, statistics="send")(asked(1, own), node, never)
+        protect(USER, statistics="send")(train_message(1, local_client), node, never)

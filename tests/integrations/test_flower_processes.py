@@ -101,13 +101,13 @@ def kill(process) -> None:
     process.wait()
 
 
-def wait(ready, process, what: str, *logs: Path):
+def wait(ready, process, problem: str, *logs: Path):
     """Wait until something is there, and return it; not if the process fails that should bring it."""
     end = time.monotonic() + PATIENCE
     while not (value := ready()):
         if time.monotonic() > end or process.poll():
             tails = "\n".join(f"{log}:\n{log.read_text(errors='replace')[-3000:]}" for log in logs if log.exists())
-            pytest.fail(f"{what} did not come\n{tails}")
+            pytest.fail(f"{problem} did not come\n{tails}")
         time.sleep(0.1)
     return value
 
@@ -137,8 +137,8 @@ class OfKeys(Federation):
     """A federation whose clients draw as those of the example do with a fixed key."""
 
     def task(self, standing, client, number, here):
-        own = Key(0).child("client", client).child("round", number)
-        return super().task(standing, client, number, here)._replace(key=own)
+        local_client = Key(0).child("client", client).child("round", number)
+        return super().task(standing, client, number, here)._replace(key=local_client)
 
 
 def with_fixed_key(folder: Path) -> Path:
@@ -225,8 +225,8 @@ def test_a_residual_survives_kill_9_in_a_deployment_over_tls(tmp_path, surroundi
         running = start(run_it, logs["run"], WAITING)
         wait((tmp_path / "waiting").exists, running, "the second round", *logs.values())
 
-        kept = next((tmp_path / ".gradveil" / "flower" / "hospital-a").glob("run-*"))
-        assert sorted(file.name for file in kept.iterdir()) == ["answer-2", "state-2"]
+        selected = next((tmp_path / ".gradveil" / "flower" / "hospital-a").glob("run-*"))
+        assert sorted(file.name for file in selected.iterdir()) == ["answer-2", "state-2"]
         kill(first)
         logs["a"].write_text("")
         again = start(nodes[0], logs["a"])
@@ -236,7 +236,7 @@ def test_a_residual_survives_kill_9_in_a_deployment_over_tls(tmp_path, surroundi
         (tmp_path / "nodes.part").rename(tmp_path / "nodes")
         final = tmp_path / "final.safetensors"
         wait(final.exists, running, "the end", *logs.values())
-        assert sorted(file.name for file in kept.iterdir()) == ["answer-3", "state-3"]
+        assert sorted(file.name for file in selected.iterdir()) == ["answer-3", "state-3"]
 
     sent = load_file(final)
     assert sent.pop("rounds") == 3

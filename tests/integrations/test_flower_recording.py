@@ -23,7 +23,7 @@ START = {"w": torch.arange(1.0, 9.0), "b": torch.zeros(2), "steps": torch.tensor
 MOVED = {**START, "w": START["w"] - 0.5}
 
 
-def asked(number=1, kind="train", marked=False):
+def train_message(number=1, kind="train", marked=False):
     config = {MARK: mark(number)} if marked else {"config": ConfigRecord({"server-round": number})}
     return Message(RecordDict({"arrays": record(START), **config}), dst_node_id=1, message_type=kind)
 
@@ -34,7 +34,7 @@ def app(message, _context):
 
 
 def test_plain_arrays_are_recorded_as_received_minus_returned_and_pass_as_they_are(tmp_path):
-    reply = recording(tmp_path / "seen", rounds=None)(asked(4), context(2), app)
+    reply = recording(tmp_path / "seen", rounds=None)(train_message(4), context(2), app)
     assert torch.equal(torch.from_numpy(reply.content["arrays"]["w"].numpy()), MOVED["w"])
     one = read_recorded(tmp_path / "seen")[0]
     assert (one.facts.round, one.facts.client, one.facts.examples, one.facts.sends) == (4, "2", 5, "difference")
@@ -45,7 +45,7 @@ def test_plain_arrays_are_recorded_as_received_minus_returned_and_pass_as_they_a
 
 @pytest.mark.parametrize("truth", [lambda *_: {}["images"], lambda *_: torch.zeros(3), lambda *_: None])
 def test_failing_truth_does_not_stop_the_training(tmp_path, caplog, truth):
-    reply = recording(tmp_path / "seen", truth=truth)(asked(1), context(), app)
+    reply = recording(tmp_path / "seen", truth=truth)(train_message(1), context(), app)
     assert torch.equal(torch.from_numpy(reply.content["arrays"]["w"].numpy()), MOVED["w"])
     assert re.search("not recorded: truth: raised [A-Za-z]+Error", caplog.text)
     assert not (tmp_path / "seen").exists()
@@ -54,7 +54,7 @@ def test_failing_truth_does_not_stop_the_training(tmp_path, caplog, truth):
 def test_an_encoded_update_is_recorded_byte_for_byte(tmp_path):
     protected = protect("prune(0.5)", folder=tmp_path / "state")
     reply = recording(tmp_path / "seen", defence="prune(0.5)")(
-        asked(marked=True), context(), lambda message, here: protected(message, here, app)
+        train_message(marked=True), context(), lambda message, here: protected(message, here, app)
     )
     one = read_recorded(tmp_path / "seen")[0]
     assert one.sent == unpacked(reply.content)
@@ -67,10 +67,10 @@ def test_partial_update_is_recorded_only_with_trainable(tmp_path, caplog):
     def defended(message, here):
         return protected(message, here, app)
 
-    recording(tmp_path / "unknown")(asked(marked=True), context(), defended)
+    recording(tmp_path / "unknown")(train_message(marked=True), context(), defended)
     assert "holds other tensors than the trained ones" in caplog.text
     assert not (tmp_path / "unknown").exists()
-    reply = recording(tmp_path / "seen", trainable=["w"])(asked(marked=True), context(), defended)
+    reply = recording(tmp_path / "seen", trainable=["w"])(train_message(marked=True), context(), defended)
     one = read_recorded(tmp_path / "seen")[0]
     assert one.sent == unpacked(reply.content)
     assert list(one.update) == ["w"]
@@ -81,7 +81,7 @@ def test_sent_statistics_are_recorded(tmp_path):
     start = {**START, "n.running_mean": torch.zeros(2), "n.running_var": torch.ones(2)}
     after = {**start, "w": MOVED["w"], "n.running_mean": torch.ones(2)}
     protected = protect("none", folder=tmp_path / "state", statistics="send")
-    message = asked(marked=True)
+    message = train_message(marked=True)
     message.content["arrays"] = record(start)
 
     def trains(got, _context):
@@ -100,14 +100,14 @@ def test_sent_statistics_are_recorded(tmp_path):
 
 def test_other_rounds_and_messages_are_not_recorded(tmp_path):
     mod = recording(tmp_path / "seen")
-    mod(asked(2), context(), app)
-    mod(asked(1, kind="evaluate"), context(), app)
+    mod(train_message(2), context(), app)
+    mod(train_message(1, kind="evaluate"), context(), app)
     assert not (tmp_path / "seen").exists()
 
 
 def test_reply_that_cannot_be_recorded_passes(tmp_path, caplog):
     (tmp_path / "seen").write_text("a file")
-    reply = recording(tmp_path / "seen")(asked(), context(), app)
+    reply = recording(tmp_path / "seen")(train_message(), context(), app)
     assert reply.content["metrics"]["num-examples"] == 5
     assert "not recorded" in caplog.text
 
@@ -118,7 +118,7 @@ def test_invalid_number_of_examples_does_not_stop_the_training(tmp_path, caplog,
         metrics = MetricRecord({"num-examples": count})
         return Message(RecordDict({"arrays": record(MOVED), "metrics": metrics}), reply_to=message)
 
-    assert recording(tmp_path / "seen")(asked(), context(), odd).has_content()
+    assert recording(tmp_path / "seen")(train_message(), context(), odd).has_content()
     assert "not recorded: reply.metrics.num-examples" in caplog.text
 
 

@@ -54,10 +54,10 @@ def through_flower(engine, folder, strategy=FedAvg, rounds=5, **settings):
 def test_five_rounds_end_with_the_engines_parameters(text, tmp_path):
     engine = federation(text, validation=False)
     expected = train(engine, 5).params
-    found, _ = through_flower(engine, tmp_path)
-    assert found.keys() == expected.keys()
+    result, _ = through_flower(engine, tmp_path)
+    assert result.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(result[name], value, rtol=1e-9, atol=1e-12)
 
 
 def test_clients_without_a_key_draw_secret_noise(tmp_path):

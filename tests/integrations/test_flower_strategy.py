@@ -45,14 +45,14 @@ def server(nodes=3, strategy=None, start=START, **settings) -> tuple[Protected, 
     """A strategy that waits for the replies of its first round, and the messages that it sent."""
     everybody = FedAvg(fraction_evaluate=0.0, min_train_nodes=nodes, min_available_nodes=nodes)
     protected = Protected(strategy or everybody, **settings)
-    asked = protected.configure_train(1, record(start), ConfigRecord(), Loopback(ClientApp(), nodes))
-    return protected, sorted(asked, key=lambda message: message.metadata.dst_node_id)
+    question = protected.configure_train(1, record(start), ConfigRecord(), Loopback(ClientApp(), nodes))
+    return protected, sorted(question, key=lambda message: message.metadata.dst_node_id)
 
 
 def test_decoded_parameters_are_aggregated():
-    protected, asked = server()
+    protected, question = server()
     contents = [good(), good({"w": UPDATE["w"] * 3, "b": UPDATE["b"]}, weight=12), good(weight=8)]
-    replies = [Message(content, reply_to=message) for content, message in zip(contents, asked, strict=True)]
+    replies = [Message(content, reply_to=message) for content, message in zip(contents, question, strict=True)]
     arrays, metrics = protected.aggregate_train(1, replies)
     mean = (4 * 0.5 + 12 * 1.5 + 8 * 0.5) / 24
     torch.testing.assert_close(tensors(arrays)["w"], START["w"] - mean)
@@ -103,8 +103,8 @@ BAD = {
 @pytest.mark.parametrize("kind", BAD)
 def test_invalid_reply_is_refused_and_the_others_count(kind, caplog):
     content, reason = BAD[kind]
-    protected, asked = server()
-    replies = [Message(c, reply_to=message) for c, message in zip([good(), content, good()], asked, strict=True)]
+    protected, question = server()
+    replies = [Message(c, reply_to=message) for c, message in zip([good(), content, good()], question, strict=True)]
     with caplog.at_level(logging.WARNING, "flwr"):
         arrays, _ = protected.aggregate_train(1, replies)
     torch.testing.assert_close(tensors(arrays)["w"], START["w"] - 0.5)
@@ -118,9 +118,9 @@ def test_invalid_reply_is_refused_and_the_others_count(kind, caplog):
 @pytest.mark.parametrize("others", [{}, {"arrays": ConfigRecord({"a": 1})}])
 def test_reply_with_another_record_name_is_accepted(others):
     """Flower drops a whole round for one client who says "other" where the others say "arrays"."""
-    protected, asked = server()
+    protected, question = server()
     other = RecordDict({**without("arrays"), "other": good()["arrays"], **others})
-    replies = [Message(c, reply_to=message) for c, message in zip([good(), other, good()], asked, strict=True)]
+    replies = [Message(c, reply_to=message) for c, message in zip([good(), other, good()], question, strict=True)]
     arrays, _ = protected.aggregate_train(1, replies)
     assert arrays is not None
     torch.testing.assert_close(tensors(arrays)["w"], START["w"] - 0.5)
@@ -129,9 +129,9 @@ def test_reply_with_another_record_name_is_accepted(others):
 
 def test_update_that_overflows_the_parameters_is_refused():
     """Every value is finite, and so is the model; their difference is not, and would be the mean of all."""
-    protected, asked = server(start={**START, "b": torch.full((2,), 3e38)})
+    protected, question = server(start={**START, "b": torch.full((2,), 3e38)})
     bad = good({**UPDATE, "b": torch.full((2,), -3e38)})
-    replies = [Message(c, reply_to=message) for c, message in zip([good(), bad, good()], asked, strict=True)]
+    replies = [Message(c, reply_to=message) for c, message in zip([good(), bad, good()], question, strict=True)]
     arrays, _ = protected.aggregate_train(1, replies)
     assert bool(tensors(arrays)["b"].isfinite().all())
     assert [(refusal.node, refusal.reason[:15]) for refusal in protected.refusals] == [(2, "reply, update.b")]
@@ -140,8 +140,8 @@ def test_update_that_overflows_the_parameters_is_refused():
 @pytest.mark.parametrize("weight", [-5, 0])
 def test_wrapped_strategy_gets_no_negative_weight(weight):
     inner = FedAvg(fraction_evaluate=0.0, min_train_nodes=3, min_available_nodes=3)
-    protected, asked = server(strategy=DifferentialPrivacyServerSideFixedClipping(inner, 0.0, 100.0, 3))
-    replies = [Message(c, reply_to=m) for c, m in zip([good(), good(weight=weight), good()], asked, strict=True)]
+    protected, question = server(strategy=DifferentialPrivacyServerSideFixedClipping(inner, 0.0, 100.0, 3))
+    replies = [Message(c, reply_to=m) for c, m in zip([good(), good(weight=weight), good()], question, strict=True)]
     arrays, _ = protected.aggregate_train(1, replies)
     torch.testing.assert_close(tensors(arrays)["w"], START["w"] - 0.5)
     assert [refusal.node for refusal in protected.refusals] == [2]
@@ -152,15 +152,15 @@ def test_model_stays_if_no_reply_is_accepted():
         def aggregate_train(self, server_round, replies):
             raise AssertionError
 
-    protected, asked = server(strategy=Untouched(fraction_evaluate=0.0, min_train_nodes=3, min_available_nodes=3))
-    replies = [Message(without(MARK), reply_to=message) for message in asked]
+    protected, question = server(strategy=Untouched(fraction_evaluate=0.0, min_train_nodes=3, min_available_nodes=3))
+    replies = [Message(without(MARK), reply_to=message) for message in question]
     assert protected.aggregate_train(1, replies) == (None, None)
     assert len(protected.refusals) == 3
 
 
 def test_a_client_that_was_not_asked_or_answers_twice_is_refused():
-    protected, asked = server()
-    twice = [Message(good(), reply_to=asked[0]), Message(good(), reply_to=asked[0])]
+    protected, question = server()
+    twice = [Message(good(), reply_to=question[0]), Message(good(), reply_to=question[0])]
     stranger = Message(good(), reply_to=Message(RecordDict(), dst_node_id=99, message_type="train"))
     arrays, _ = protected.aggregate_train(1, [*twice, stranger])
     assert arrays is not None
@@ -171,19 +171,19 @@ def test_a_client_that_was_not_asked_or_answers_twice_is_refused():
 
 
 def test_failed_replies_are_passed_to_the_inner_strategy():
-    protected, asked = server()
-    replies = [Message(good(), reply_to=asked[0]), Message(Error(0, "broken"), reply_to=asked[1])]
+    protected, question = server()
+    replies = [Message(good(), reply_to=question[0]), Message(Error(0, "broken"), reply_to=question[1])]
     arrays, _ = protected.aggregate_train(1, replies)
     assert arrays is not None
     assert not protected.refusals
-    assert protected.aggregate_train(1, [Message(Error(0, "broken"), reply_to=asked[1])]) == (None, None)
+    assert protected.aggregate_train(1, [Message(Error(0, "broken"), reply_to=question[1])]) == (None, None)
 
 
 def test_untrained_arrays_stay_and_may_be_omitted():
     start = {**START, "bn.running_mean": torch.ones(2), "bn.num_batches_tracked": torch.tensor(7)}
-    protected, asked = server(start=start)
+    protected, question = server(start=start)
     contents = [good(), good({**UPDATE, "bn.running_mean": torch.full((2,), 0.5)}), good()]
-    replies = [Message(content, reply_to=message) for content, message in zip(contents, asked, strict=True)]
+    replies = [Message(content, reply_to=message) for content, message in zip(contents, question, strict=True)]
     arrays, _ = protected.aggregate_train(1, replies)
     after = tensors(arrays)
     assert not protected.refusals
@@ -193,8 +193,8 @@ def test_untrained_arrays_stay_and_may_be_omitted():
 
 
 def test_patterns_select_the_trained_parameters():
-    protected, asked = server(trainable=["b"])
-    replies = [Message(good({"b": UPDATE["b"]}), reply_to=asked[0]), Message(good(), reply_to=asked[1])]
+    protected, question = server(trainable=["b"])
+    replies = [Message(good({"b": UPDATE["b"]}), reply_to=question[0]), Message(good(), reply_to=question[1])]
     arrays, _ = protected.aggregate_train(1, replies)
     assert torch.equal(tensors(arrays)["w"], START["w"])
     assert torch.equal(tensors(arrays)["b"], torch.tensor([0.0, 1.0]))
@@ -206,7 +206,7 @@ def test_patterns_select_the_trained_parameters():
 def test_flowers_own_wrappers_can_be_wrapped():
     inner = FedAvg(fraction_evaluate=0.0, min_train_nodes=3, min_available_nodes=3)
     clipping = DifferentialPrivacyServerSideFixedClipping(inner, 0.0, 0.1, 3)
-    protected, asked = server(strategy=clipping)
-    arrays, _ = protected.aggregate_train(1, [Message(good(), reply_to=message) for message in asked])
+    protected, question = server(strategy=clipping)
+    arrays, _ = protected.aggregate_train(1, [Message(good(), reply_to=message) for message in question])
     moved = torch.cat([(START[name] - value).flatten() for name, value in tensors(arrays).items()])
     torch.testing.assert_close(moved.norm(), torch.tensor(0.1), rtol=1e-3, atol=0)

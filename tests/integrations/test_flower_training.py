@@ -15,15 +15,15 @@ from gradveil.core.noise import Key
 from gradveil.integrations.flower import answer, protect
 from gradveil.integrations.flower.flower_records import record
 from gradveil.wire.codec import Layout, decode
-from tests.integrations.flower_in_process import BATCH, asked, bits, client, context
+from tests.integrations.flower_in_process import BATCH, bits, client, context, train_message
 
 SPARSE = "topk(0.3, feedback=true)"
 
 
-def reply_in_round(folder, number, run, own=None, training="lungs", **settings):
-    own = own or client(SPARSE)
-    message = asked(number, own)
-    return answer(message, context(run=run), own, BATCH, folder=folder, training=training, **settings)
+def reply_in_round(folder, number, run, local_client=None, training="lungs", **settings):
+    local_client = local_client or client(SPARSE)
+    message = train_message(number, local_client)
+    return answer(message, context(run=run), local_client, BATCH, folder=folder, training=training, **settings)
 
 
 def trains(message, _context):
@@ -61,25 +61,25 @@ def test_without_the_same_name_a_run_starts_with_an_empty_state(names, tmp_path)
 
 
 def test_mod_of_named_training_keeps_its_state_across_runs(tmp_path):
-    own = client("none")
+    local_client = client("none")
     settings = {"folder": tmp_path, "guard": "ignore"}
     unnamed, named = protect(SPARSE, **settings), protect(SPARSE, training="lungs", **settings)
-    named(asked(1, own), context(run=1), trains)
-    layout = Layout.of(own.params())
-    nothing = decode(bits(unnamed(asked(1, own), context(run=2), idles)), layout)
+    named(train_message(1, local_client), context(run=1), trains)
+    layout = Layout.of(local_client.params())
+    nothing = decode(bits(unnamed(train_message(1, local_client), context(run=2), idles)), layout)
     assert not any(value.any() for value in nothing.values())
-    held_back = decode(bits(named(asked(1, own), context(run=3), idles)), layout)
+    held_back = decode(bits(named(train_message(1, local_client), context(run=3), idles)), layout)
     assert all(value.any() for value in held_back.values())
 
 
 def test_each_run_has_new_noise_and_answers_its_rounds_once(tmp_path):
-    own = client("gaussian(0.1)")
-    first, second = (reply_in_round(tmp_path, 1, run, own) for run in (1, 2))
+    local_client = client("gaussian(0.1)")
+    first, second = (reply_in_round(tmp_path, 1, run, local_client) for run in (1, 2))
     assert bits(first) != bits(second)
-    assert bits(reply_in_round(tmp_path, 1, 2, own)) == bits(second)
-    reply_in_round(tmp_path, 1, 3, own, training=None, key=Key(1))
+    assert bits(reply_in_round(tmp_path, 1, 2, local_client)) == bits(second)
+    reply_in_round(tmp_path, 1, 3, local_client, training=None, key=Key(1))
     with pytest.raises(GradveilError, match="key: repeats the noise of an earlier run"):
-        reply_in_round(tmp_path, 1, 4, own, key=Key(1))
+        reply_in_round(tmp_path, 1, 4, local_client, key=Key(1))
 
 
 def test_run_that_another_one_has_followed_is_refused(tmp_path):
@@ -92,11 +92,11 @@ def test_run_that_another_one_has_followed_is_refused(tmp_path):
 
 def jumping(folder, shift, number=1, training="lungs", guard="refuse"):
     """A run, and the next one, which begins with another model."""
-    own = client(SPARSE)
-    message = asked(1, own)
-    answer(message, context(run=1), own, BATCH, folder=folder, training="lungs", guard=guard)
-    message = asked(number, own, shift)
-    return answer(message, context(run=2), own, BATCH, folder=folder, training=training, guard=guard)
+    local_client = client(SPARSE)
+    message = train_message(1, local_client)
+    answer(message, context(run=1), local_client, BATCH, folder=folder, training="lungs", guard=guard)
+    message = train_message(number, local_client, shift)
+    return answer(message, context(run=2), local_client, BATCH, folder=folder, training=training, guard=guard)
 
 
 def test_jump_between_two_runs_is_refused(tmp_path):

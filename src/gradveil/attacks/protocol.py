@@ -15,9 +15,12 @@ from gradveil.client import Client, scheduled
 from gradveil.core.errors import Problem
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
+from gradveil.core.types import Batch
 
 Status = Literal["converged", "stalled", "budget", "diverged"]
 """How a row of an attack ended: reached the tolerance, stopped improving, used its budget, became non-finite."""
+_UNSET = torch.empty(0)
+"""Marks the tensors that an attack leaves to the defaults of its `Reconstruction`."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,18 @@ class Observation:
         """Return the simulated client of this round: at its point of a schedule, with the round's messages."""
         client = scheduled(client, self.since + self.round)
         return replace(client, messages=self.messages) if self.messages else client
+
+    def simulate(self, simulated_client: Client, inputs: Tensor, targets: Tensor) -> Tensors:
+        """Return the simulated client's updates, leading V, for inputs [V, B, ...] and targets [V, B]; noise is off."""
+        client = self.believed(simulated_client)
+        noise, state = (
+            {name: value.to(inputs.device).expand(len(inputs), *value.shape) for name, value in tensors.items()}
+            for tensors in (
+                client.noise_spec(self.params, Batch(inputs[0], targets[0])).neutral(),
+                client.init(self.params),
+            )
+        )
+        return client.updates(self.params, Batch(inputs, targets), noise, state)[0]
 
 
 @dataclass(frozen=True)
@@ -100,7 +115,8 @@ def in_words(remarks: Iterable[Remark]) -> list[str]:
 class Reconstruction:
     """The result of an attack, target clients first.
 
-    The first restart to converge wins. If none converges, the restart with the attacker's lowest objective wins.
+    The first restart to converge wins. If none converges, the restart with the attacker's lowest objective wins. An
+    attack needs to return only inputs, targets and objective; the defaults describe one iteration of one restart.
     """
 
     inputs: Tensor
@@ -109,15 +125,16 @@ class Reconstruction:
     """[V, B] class numbers."""
     objective: Tensor
     """[V] the attacker's own objective of the winning restart (infinite where every restart diverged)."""
-    status: tuple[Status, ...]
-    iterations: Tensor
+    status: tuple[Status, ...] = ()
+    """Of each target client; by default "converged" where the objective is finite, else "diverged"."""
+    iterations: Tensor = _UNSET
     """[V] iterations of the winning restart."""
-    seconds: float
-    restart: Tensor
+    seconds: float = 0.0
+    restart: Tensor = _UNSET
     """[V] number of the winning restart."""
-    objectives: Tensor
+    objectives: Tensor = _UNSET
     """[V, R] final objective of every restart."""
-    initial: Tensor
+    initial: Tensor = _UNSET
     """[V] the objective at the winning restart's random start, from which progress is measured."""
     plan: tuple[int, ...] = ()
     """Rows of each chunk. The same plan gives bit-identical results."""
@@ -132,6 +149,18 @@ class Reconstruction:
 
     The columns are the objective's distance, 1 - cosine of the median layer, and those of
     `gradveil.attacks.noise_likelihood`, which are NaN if the client adds no noise."""
+
+    def __post_init__(self) -> None:
+        """Fill in the defaults of tensors and statuses."""
+        unset = [name for name in ("iterations", "restart", "objectives", "initial") if getattr(self, name) is _UNSET]
+        if unset:
+            zeros = torch.zeros_like(self.objective, dtype=torch.long)
+            defaults = {"iterations": zeros + 1, "restart": zeros, "objectives": self.objective[:, None]}
+            for name in unset:
+                object.__setattr__(self, name, defaults.get(name, self.objective))
+        if not self.status:
+            finite = torch.isfinite(self.objective).tolist()
+            object.__setattr__(self, "status", tuple("converged" if good else "diverged" for good in finite))
 
 
 def in_closed_form(

@@ -205,9 +205,9 @@ def create_ledger(identity: Identity, training: Name, folder: Folder = _FOLDER) 
     """Create a client's ledger for a training. Create it once: it does not count earlier rounds."""
     from rich.console import Console
 
-    from gradveil.federated.privacy_ledger import create, place
+    from gradveil.federated.privacy_ledger import create, ledger_file
 
-    file = place(folder.expanduser(), identity, training)
+    file = ledger_file(folder.expanduser(), identity, training)
     create(file)
     console = Console(soft_wrap=True, markup=False, highlight=False)
     console.print(f"Made {file}. It counts from zero. Keep a copy, and never remove it while the data is used.")
@@ -225,11 +225,11 @@ def show_ledger(
     from rich.console import Console
 
     from gradveil.defences.guarantees import NOTHING
-    from gradveil.federated.privacy_ledger import accounted, place, read
+    from gradveil.federated.privacy_ledger import accounted, ledger_file, read
     from gradveil.theory.accounting import PROBABILITY
 
     refuse(PROBABILITY.problems("--delta", delta))
-    file = place(folder.expanduser(), identity, training)
+    file = ledger_file(folder.expanduser(), identity, training)
     record = read(file)
     if record is None:
         raise fail(str(file), "is missing", "make it, once for this training: gradveil ledger create")

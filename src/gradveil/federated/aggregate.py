@@ -69,10 +69,10 @@ class Server(Checked):
             return mean, state
         after, gains = dict(state), dict[int, float]()
         for client, update in updates.items():
-            angle, seen = _angle(update, mean), float(state.get(f"seen.{client}", torch.zeros(()))) + 1
-            smooth = angle if seen == 1 else ((seen - 1) * float(state[f"angle.{client}"]) + angle) / seen
+            angle, count = _angle(update, mean), float(state.get(f"seen.{client}", torch.zeros(()))) + 1
+            smooth = angle if count == 1 else ((count - 1) * float(state[f"angle.{client}"]) + angle) / count
             after[f"angle.{client}"] = torch.tensor(smooth, dtype=torch.float64)
-            after[f"seen.{client}"] = torch.tensor(seen, dtype=torch.float64)
+            after[f"seen.{client}"] = torch.tensor(count, dtype=torch.float64)
             gains[client] = math.exp(_STEEP * (1 - math.exp(-math.exp(-_STEEP * (smooth - 1)))))
         return _weighted(updates, {client: counts[client] * gains[client] for client in updates}), after
 

@@ -73,7 +73,7 @@ class Federation:
             ("batch", f"is {self.batch}", "give at least 1", self.batch is None or self.batch >= 1),
             ("pace", f"is {self.pace}", "give factors above 0", all(factor > 0 for _, factor in self.pace)),
         )
-        problems = [Problem(name, what, remedy) for name, what, remedy, ok in checks if not ok]
+        problems = [Problem(name, problem, remedy) for name, problem, remedy, ok in checks if not ok]
         held: list[tuple[str, Batch | None]] = [("test", self.test)]
         for i, share in enumerate(self.shares):
             held += [(f"shares[{i}].train", share.train), (f"shares[{i}].validation", share.validation)]
@@ -85,14 +85,16 @@ class Federation:
         if self.patience is not None and all(share.validation is None for share in self.shares):
             remedy = "let clients keep validation examples, or leave patience out"
             problems.append(Problem("patience", "has no validation loss to wait for", remedy))
-        wanted, asked = speakers(self.client), self._asked() if not problems else 0
-        if not problems and asked < wanted:
-            what = f"selects {asked} of {len(self.shares)} clients per round, but {wanted} must send public messages"
+        wanted, selected = speakers(self.client), self._selected_count() if not problems else 0
+        if not problems and selected < wanted:
+            problem = (
+                f"selects {selected} of {len(self.shares)} clients per round, but {wanted} must send public messages"
+            )
             remedy = "use more clients, raise participation, or need fewer messages (adgp: voters)"
-            problems.append(Problem("participation", what, remedy))
+            problems.append(Problem("participation", problem, remedy))
         refuse(problems)
 
-    def _asked(self) -> int:
+    def _selected_count(self) -> int:
         """Count the clients that are chosen for a round."""
         return max(1, round(self.participation * len(self.shares)))
 
@@ -105,10 +107,10 @@ class Federation:
     def chosen(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the clients of a round: those that answer, and those that were selected and do not."""
         key, count = self.key.child(Stream.ROUND, number), len(self.shares)
-        some = self._asked()
+        some = self._selected_count()
         order = torch.randperm(count, generator=key.child(Stream.SELECTED).generator())[:some].sort().values.tolist()
-        gone = torch.rand(some, generator=key.child(Stream.ABSENT).generator()) < self.absent
-        answers = tuple(client for client, away in zip(order, gone.tolist(), strict=True) if not away)
+        missing = torch.rand(some, generator=key.child(Stream.ABSENT).generator()) < self.absent
+        answers = tuple(client for client, away in zip(order, missing.tolist(), strict=True) if not away)
         return answers, tuple(client for client in order if client not in answers)
 
     def local_update(
@@ -152,15 +154,15 @@ class Federation:
         refused: list[int] = []
         worked: list[float] = []
         with torch.no_grad():
-            heard, spoken = self.heard(standing, answers, number)
-            tasks = {client: self.task(standing, client, number, heard) for client in answers}
-            found = {sent.client: sent for sent in compute(heard, standing.params, tasks, self.together)}
+            current, spoken = self.announced(standing, answers, number)
+            tasks = {client: self.task(standing, client, number, current) for client in answers}
+            results = {sent.client: sent for sent in compute(current, standing.params, tasks, self.together)}
             for client in answers:
-                _, update, clients[client], seconds = found[client]
+                _, update, clients[client], seconds = results[client]
                 worked.append(seconds)
                 if bool(all_finite(update)):
                     updates[client] = update
-                    self._record_update(standing, client, number, update, heard)
+                    self._record_update(standing, client, number, update, current)
                 else:
                     refused.append(client)
             params, server, mean, moved = standing.params, standing.server, standing.mean, 0
@@ -168,34 +170,34 @@ class Federation:
                 examples = {client: len(self.shares[client].train.targets) for client in updates}
                 mean, server = self.server.mean(updates, examples, server)
                 params, server = self.server.step(params, mean, server)
-                moved = encoded_size({name: params[name] - standing.params[name] for name in mean}, heard.messages)
-        asked = {*answers, *absent}
-        up = spoken + sum(encoded_size(update, heard.messages) for update in updates.values())
-        down = len(asked) * _bits(heard.messages) + self._sent_down(asked, standing)
+                moved = encoded_size({name: params[name] - standing.params[name] for name in mean}, current.messages)
+        selected = {*answers, *absent}
+        up = spoken + sum(encoded_size(update, current.messages) for update in updates.values())
+        down = len(selected) * _bits(current.messages) + self._sent_down(selected, standing)
         record = self._record(number, tuple(updates), absent, params, (up, down), began)
-        each = sum(worked) / len(worked) if worked else None
+        client_seconds = sum(worked) / len(worked) if worked else None
         wanted = speakers(self.client) if answers else 0
         spoke = (min(wanted, len(answers)), wanted) if wanted else None
-        record = replace(record, client_seconds=each, refused=tuple(refused), spoke=spoke)
+        record = replace(record, client_seconds=client_seconds, refused=tuple(refused), spoke=spoke)
         after = replace(standing, params=params, server=server, clients=clients, mean=mean, moved=moved)
         return self._judged(after, record, standing)
 
-    def heard(self, standing: Standing, answers: Sequence[int], number: int) -> tuple[Client, int]:
+    def announced(self, standing: Standing, answers: Sequence[int], number: int) -> tuple[Client, int]:
         """Return the client of a round with its public messages, and the bytes that clients sent to make them.
 
         The sending clients rotate among those that answer.
         """
         count = min(speakers(self.client), len(answers))
-        who = [answers[(number - 1 + i) % len(answers)] for i in range(count)]
+        speaking = [answers[(number - 1 + i) % len(answers)] for i in range(count)]
         speaker = proposer(scheduled(self.client, number - 1))
-        said = [self.local_update(standing, client, number, speaker)[0] for client in who]
-        return announced(self.client, stack(said), standing.mean, number - 1), sum(map(_bits, said))
+        proposals = [self.local_update(standing, client, number, speaker)[0] for client in speaking]
+        return announced(self.client, stack(proposals), standing.mean, number - 1), sum(map(_bits, proposals))
 
-    def _record_update(self, standing: Standing, client: int, number: int, update: Tensors, heard: Client) -> None:
+    def _record_update(self, standing: Standing, client: int, number: int, update: Tensors, current: Client) -> None:
         if self.recorder is not None and self.recorder.wants(number, str(client)):
             made_from = self._examples(client, self.key.child(Stream.CLIENT, client, Stream.ROUND, number))
             count = len(made_from.targets)
-            self.recorder.write(number, str(client), standing.params, update, count, heard.messages, made_from)
+            self.recorder.write(number, str(client), standing.params, update, count, current.messages, made_from)
 
     def _examples(self, client: int, key: Key) -> Batch:
         train = self.shares[client].train
@@ -214,9 +216,9 @@ class Federation:
         began: float,
     ) -> RoundResult:
         loss, accuracy = self.evaluate(params, self.test)
-        kept = [share.validation for share in self.shares if share.validation is not None]
-        told = [self.evaluate(params, batch) for batch in kept]
-        losses, shares = ([row[i] for row in told] for i in (0, 1))
+        validation = [share.validation for share in self.shares if share.validation is not None]
+        evaluations = [self.evaluate(params, batch) for batch in validation]
+        losses, shares = ([row[i] for row in evaluations] for i in (0, 1))
         return RoundResult(
             number,
             answers,
@@ -232,9 +234,9 @@ class Federation:
     def _sent_down(self, clients: set[int], before: Standing) -> int:
         """Count the server's bytes: the last change for clients of the last round, all parameters for the others."""
         last = before.records[-1] if before.records else None
-        there = clients & {*last.clients, *last.refused, *last.absent} if last else set[int]()
-        new = len(clients - there)
-        return len(there) * before.moved + (new * encoded_size(before.params) if new else 0)
+        current = clients & {*last.clients, *last.refused, *last.absent} if last else set[int]()
+        new = len(clients - current)
+        return len(current) * before.moved + (new * encoded_size(before.params) if new else 0)
 
     def _judged(self, after: Standing, record: RoundResult, before: Standing) -> Standing:
         """Keep the best parameters, and set the status of the training."""
@@ -244,12 +246,12 @@ class Federation:
             best = before.final if before.best_round else {}
             return replace(after, records=records, best=best, status="diverged")
         lowest = before.records[before.best_round - 1].validation_loss if before.best_round else None
-        now = record.validation_loss
+        loss = record.validation_loss
         # A NaN loss counts as worse than any: otherwise no later loss could be lower.
-        if now is None or lowest is None or (math.isfinite(now) and not lowest <= now):
+        if loss is None or lowest is None or (math.isfinite(loss) and not lowest <= loss):
             return replace(after, records=records, best={}, best_round=record.number)
         # A round without answers changes nothing, and does not count towards patience.
-        waited = sum(bool(one.clients or one.refused) for one in records[before.best_round :])
+        waited = sum(bool(earlier.clients or earlier.refused) for earlier in records[before.best_round :])
         status: Status = "stopped early" if self.patience is not None and waited >= self.patience else "running"
         return replace(after, records=records, best=before.final, status=status)
 

@@ -73,27 +73,27 @@ def groups(client: Client, params: Tensors, batches: Mapping[int, Batch], togeth
     alike: dict[Any, list[int]] = {}
     for number, batch in batches.items():
         alike.setdefault(_shapes(_at_once(client, batch)), []).append(number)
-    found: list[tuple[int, ...]] = []
+    result: list[tuple[int, ...]] = []
     for numbers in alike.values():
         most = _most(client, params, [batches[number] for number in numbers], together)
         parts = ceil(len(numbers) / most)
         size = ceil(len(numbers) / parts)
         numbers.sort(key=lambda number: -_steps(client, batches[number]))
         if size < FEWEST:
-            found += [(number,) for number in numbers]
+            result += [(number,) for number in numbers]
         else:
-            found += [tuple(numbers[start : start + size]) for start in range(0, len(numbers), size)]
-    return found
+            result += [tuple(numbers[start : start + size]) for start in range(0, len(numbers), size)]
+    return result
 
 
 def _most(client: Client, params: Tensors, batches: Sequence[Batch], together: Together) -> int:
     """Return the largest number of clients with such batches that compute at once."""
-    shown = _at_once(client, batches[0])
-    examples, device = len(shown.inputs), shown.inputs.device.type
+    first = _at_once(client, batches[0])
+    examples, device = len(first.inputs), first.inputs.device.type
     if together == "auto" and examples > MOST_EXAMPLES:
         return 1
     try:
-        written = _written(client, params, shown)
+        written = _written(client, params, first)
     except UNFIT:  # the error is raised when the client computes alone
         return 1
     if together == "auto" and written > MOST_WRITTEN:
@@ -101,8 +101,8 @@ def _most(client: Client, params: Tensors, batches: Sequence[Batch], together: T
     size = sum(value.nbytes for value in params.values())
     rows = examples if split(client.step)[0] is not None else 0
     held = max(batch.inputs.nbytes for batch in batches) if client.batch else 0
-    each = written + (_COPIES + 2 * rows) * size + held
-    return max(1, _BUDGET.get(device, _BUDGET_ELSEWHERE) // each)
+    per_client = written + (_COPIES + 2 * rows) * size + held
+    return max(1, _BUDGET.get(device, _BUDGET_ELSEWHERE) // per_client)
 
 
 def _at_once(client: Client, batch: Batch) -> Batch:
@@ -119,17 +119,17 @@ def _shapes(batch: Batch) -> tuple[Any, ...]:
     return tuple((value.shape, value.dtype, value.device) for value in batch)
 
 
-def _written(client: Client, params: Tensors, shown: Batch) -> int:
+def _written(client: Client, params: Tensors, batch: Batch) -> int:
     """Count the bytes that the gradient of these examples writes, cached by shape."""
     known = _WRITTEN.setdefault(client.model, {})
-    key = (client.loss, tuple(client.trained()), _shapes(shown))
+    key = (client.loss, tuple(client.trained()), _shapes(batch))
     if key not in known:
         names = set(client.trained())
         trained = {name: value for name, value in params.items() if name in names}
         frozen = {name: value for name, value in params.items() if name not in names}
-        off = select(client.noise_parts(params, shown).step.neutral(), "model")
-        noise = {name: value.to(shown.inputs.device) for name, value in off.items()}
-        known[key] = written_bytes(lambda: mean_gradient(client.objective, trained, frozen, shown, noise))
+        off = select(client.noise_parts(params, batch).step.neutral(), "model")
+        noise = {name: value.to(batch.inputs.device) for name, value in off.items()}
+        known[key] = written_bytes(lambda: mean_gradient(client.objective, trained, frozen, batch, noise))
     return known[key]
 
 

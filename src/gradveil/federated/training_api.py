@@ -43,10 +43,10 @@ from gradveil.nn.weight_files import fingerprint, read_weights
 
 @dataclass(frozen=True, repr=False)
 class TrainResult:
-    """What a training with one or several defences came to. `print(result)`, or a notebook, shows a row for each."""
+    """Result of a training with one or several defences. `print(result)`, or a notebook, shows a row for each."""
 
     summaries: Mapping[str, Mapping[str, Any]]
-    """All that is known of each defence's training, as `gradveil train --json` prints it; `central` is one of them."""
+    """The training of each defence as `gradveil train --json` prints it, including `central`."""
     path: Path
     """The run directory; a temporary one is removed together with the result."""
     files: Mapping[str, Path]
@@ -55,18 +55,18 @@ class TrainResult:
 
     @property
     def accuracy(self) -> dict[str, float | None]:
-        """The share of test examples that the trained model names rightly; None where the training failed."""
-        return {name: told["accuracy"] for name, told in self.summaries.items()}
+        """The share of test examples that the trained model classifies correctly; None if the training failed."""
+        return {name: summary["accuracy"] for name, summary in self.summaries.items()}
 
     @property
     def bytes(self) -> dict[str, float | None]:
-        """The bytes that all clients together send in a round, on the average."""
-        return {name: told["bytes_up"] for name, told in self.summaries.items()}
+        """Mean number of bytes that all clients together send in a round."""
+        return {name: summary["bytes_up"] for name, summary in self.summaries.items()}
 
     @property
     def curve(self) -> dict[str, list[dict[str, Any]]]:
-        """What happened in each round: accuracy, loss, bytes and seconds by name."""
-        return {name: told["curve"] for name, told in self.summaries.items()}
+        """Accuracy, loss, bytes and seconds of each round, by name."""
+        return {name: summary["curve"] for name, summary in self.summaries.items()}
 
     def weights(self, defence: str = "none") -> Tensors:
         """Return the parameters that the training with this defence ended with."""
@@ -94,9 +94,9 @@ class TrainResult:
         console = Console(width=120, color_system=None, markup=False)
         with console.capture() as capture:
             console.print(table)
-            for name, told in self.summaries.items():
-                if told["status"] == FAILED:
-                    console.print(f"{name}: failed: {told['failed']}")
+            for name, summary in self.summaries.items():
+                if summary["status"] == FAILED:
+                    console.print(f"{name}: failed: {summary['failed']}")
         return capture.get()
 
     def __repr__(self) -> str:
@@ -113,9 +113,9 @@ class TrainResult:
     def _cells(self) -> Iterator[tuple[str, ...]]:
         """Yield the titles, then a row for each defence."""
         yield "defence", "status", "accuracy", "rounds", "sent per round", "received per round"
-        for name, told in self.summaries.items():
-            sent, got = (size(told[key]) for key in ("bytes_up", "bytes_down"))
-            yield name, told["status"], percent(told["accuracy"]), str(told["rounds"]), sent, got
+        for name, summary in self.summaries.items():
+            sent, got = (size(summary[key]) for key in ("bytes_up", "bytes_down"))
+            yield name, summary["status"], percent(summary["accuracy"]), str(summary["rounds"]), sent, got
 
 
 def train_model(
@@ -139,10 +139,12 @@ def train_model(
     progress: bool | None = None,
     **settings: Any,
 ) -> TrainResult:
-    """Train a model of the caller on data of the caller's. `gradveil.train` says what the arguments mean."""
+    """Train a custom model on custom data. `gradveil.train` documents the arguments."""
     data, test = (
-        given if isinstance(given, Dataset | Splits) or given is None else tensors_of(given, name, None, mean, std)
-        for name, given in (("data", data), ("test", test))
+        examples
+        if isinstance(examples, Dataset | Splits) or examples is None
+        else tensors_of(examples, name, None, mean, std)
+        for name, examples in (("data", data), ("test", test))
     )
     problems = list(_wrong_objects(model, data, test, settings))
     against = named("defences", defences, partial(parse, own=True), problems)
@@ -176,25 +178,25 @@ def train_model(
 
 
 def _wrong_objects(model: Any, data: Any, test: Any, settings: Mapping[str, Any]) -> Iterator[Problem]:
-    """Find arguments of the wrong kind, before anything is done with one of them."""
+    """Yield arguments of the wrong type, before any is used."""
     if not isinstance(model, nn.Module):
-        what = f"is the class {model.__name__}" if isinstance(model, type) else f"is {type(model).__name__}"
-        yield Problem("model", what, "give a torch.nn.Module, made and with its weights")
+        problem = f"is the class {model.__name__}" if isinstance(model, type) else f"is {type(model).__name__}"
+        yield Problem("model", problem, "pass an instance of torch.nn.Module, with its weights")
     both = isinstance(data, Splits)
     if both and test is not None:
-        yield Problem("test", "is given beside two splits", "leave it out: the private split is what is tested with")
+        yield Problem("test", "is given together with two splits", "remove it: the private split is the test set")
     if not both and test is None:
-        yield Problem("test", "is missing", "give the examples that say how good the trained model is")
-    for name, given in (("data", data), ("test", test)):
-        pair = isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, Tensor) for part in given)
-        if not (isinstance(given, Dataset) or pair or (both and name == "data") or given is None):
-            remedy = "give (inputs [N, C, H, W], targets [N]), a dict of both, a data set or a DataLoader"
-            yield Problem(name, f"is {type(given).__name__}", remedy)
-        elif pair and cast("tuple[Tensor, Tensor]", given)[0].dim() != 4:
-            shape = tuple(cast("tuple[Tensor, Tensor]", given)[0].shape)
+        yield Problem("test", "is missing", "pass the examples on which to measure accuracy")
+    for name, examples in (("data", data), ("test", test)):
+        pair = isinstance(examples, tuple) and len(examples) == 2 and all(isinstance(part, Tensor) for part in examples)
+        if not (isinstance(examples, Dataset) or pair or (both and name == "data") or examples is None):
+            remedy = "pass (inputs [N, C, H, W], targets [N]), a dict of both, a data set or a DataLoader"
+            yield Problem(name, f"is {type(examples).__name__}", remedy)
+        elif pair and cast("tuple[Tensor, Tensor]", examples)[0].dim() != 4:
+            shape = tuple(cast("tuple[Tensor, Tensor]", examples)[0].shape)
             yield Problem(name, f"holds inputs of shape {shape}", "give inputs [N, C, H, W]: add sides of length 1")
     for name in {"data", "model", "seeds", "name"} & set(settings):
-        yield Problem(name, "is no setting here: it is what you give as an argument", "leave it out")
+        yield Problem(name, "is no setting here: it is an argument of gradveil.train", "remove it")
 
 
 def _splits(
@@ -205,13 +207,13 @@ def _splits(
     mean: Sequence[float] | None,
     std: Sequence[float] | None,
 ) -> Splits:
-    """Wrap what is given as data sets: what clients train on, and what the result is tested with."""
+    """Wrap the caller's examples as data sets: those that clients train on, and the test set."""
     if isinstance(data, Splits):
         return data
-    given = (data, cast("Dataset | tuple[Tensor, Tensor]", test))
-    tensors = [part[0] for part in given if not isinstance(part, Dataset)]
+    parts = (data, cast("Dataset | tuple[Tensor, Tensor]", test))
+    tensors = [part[0] for part in parts if not isinstance(part, Dataset)]
     (centre, scale), _ = pixel_statistics(bounds, mean, std, tensors)
-    names = next((part.classes for part in given if isinstance(part, Dataset)), None)
+    names = next((part.classes for part in parts if isinstance(part, Dataset)), None)
     if names is None:
         names = tuple(str(number) for number in range(count_classes(model, tensors[0][:1])))
 
@@ -220,40 +222,40 @@ def _splits(
             return part
         return Dataset(name, part[0].detach().cpu().float(), part[1].cpu(), names, centre, scale)
 
-    return Splits(wrapped("data", given[0]), wrapped("test", given[1]))
+    return Splits(wrapped("data", parts[0]), wrapped("test", parts[1]))
 
 
 def _local(local: Local | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Say local training as a run file does."""
+    """Convert local training to the settings of a run file."""
     if not isinstance(local, Local):
         return local
-    said = dataclasses.asdict(local)
-    if kept := [name for name in ("betas", "eps") if said[name] != getattr(Local(batch=1, lr=1.0, steps=1), name)]:
-        raise fail(f"local.{kept[0]}", f"is {said[kept[0]]}", "leave it out: a training has Adam's usual ones")
-    return {name: value for name, value in said.items() if name in LocalConfig.model_fields}
+    values, usual = dataclasses.asdict(local), Local(batch=1, lr=1.0, steps=1)
+    if unusual := [name for name in ("betas", "eps") if values[name] != getattr(usual, name)]:
+        raise fail(f"local.{unusual[0]}", f"is {values[unusual[0]]}", "remove it: a training has Adam's defaults")
+    return {name: value for name, value in values.items() if name in LocalConfig.model_fields}
 
 
 def _config(raw: Mapping[str, Any]) -> TrainConfig:
-    """Check the settings, and name what is wrong as the caller named it."""
+    """Check the settings; errors have the names of the caller's arguments."""
     try:
         return TrainConfig.model_validate(raw)
     except ValidationError as error:
-        places = {"seeds.0": "seed"}
-        found = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors(include_url=False)]
+        arguments = {"seeds.0": "seed"}
+        entries = [(".".join(map(str, entry["loc"])), entry["msg"]) for entry in error.errors(include_url=False)]
         raise GradveilError(
-            Problem(places.get(where, where) or "settings", what, "correct it, or leave it out")
-            for where, what in found
+            Problem(arguments.get(key, key) or "settings", message, "correct it, or remove it")
+            for key, message in entries
         ) from None
 
 
 def _as_argument(problem: Problem, prepare: bool) -> Problem:
-    """Say how to mend a model from Python."""
+    """Return a problem with the fix for Python."""
     hint = "" if prepare else "prepare=True"
     return replace(problem, remedy=problem.remedy.replace("--set model.prepare=true", hint))
 
 
 def _fingerprint(model: nn.Module, splits: Splits) -> str:
-    """Hash weights and data: a run directory of another model or other data is not taken up."""
+    """Hash weights and data: a run directory of another model or other data is not resumed."""
     held = {f"model.{name}": value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     for name, part in zip(("train", "test"), splits, strict=True):
         held |= {f"{name}.inputs": part.inputs, f"{name}.targets": part.targets}
@@ -267,10 +269,10 @@ def _run(
     progress: bool | None,
 ) -> TrainResult:
     folder = Path(tempfile.mkdtemp(prefix="gradveil-") if out is None else out)
-    shown = sys.stderr.isatty() if progress is None else progress
-    console = Console(stderr=True, quiet=not shown, markup=False)
+    visible = sys.stderr.isatty() if progress is None else progress
+    console = Console(stderr=True, quiet=not visible, markup=False)
 
-    def tell(trial: TrainingTrial, record: RoundResult, _: Status) -> None:
+    def report(trial: TrainingTrial, record: RoundResult, _: Status) -> None:
         after = f"{trial.title}: round {record.number} of {setting.config.rounds}"
         console.print(f"{after}, accuracy {percent(record.accuracy)}", highlight=False)
 
@@ -279,12 +281,12 @@ def _run(
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
         info = describe(setting.config, "gradveil.train(...)", images=setting.data.identities())
         with TRAINING_RUN.opened(folder, info):
-            run(setting, folder, tell)
-        done = [(trial, told) for trial, told in load_training(folder).trials if told is not None]
+            run(setting, folder, report)
+        done = [(trial, summary) for trial, summary in load_training(folder).trials if summary is not None]
         result = make(
-            {trial.title: told for trial, told in done},
+            {trial.title: summary for trial, summary in done},
             folder,
-            {trial.title: trial_file(folder, trial) for trial, told in done if told["status"] != FAILED},
+            {trial.title: trial_file(folder, trial) for trial, summary in done if summary["status"] != FAILED},
         )
         undo.pop_all()
     if out is None:

@@ -19,22 +19,22 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 FREE = ("rounds", "delta", "together")
-"""What of a training may be another from one call to the next."""
+"""Settings that may differ between two calls of the same training."""
 UNSEEN = "unseen"
-"""The name of data that are not here: of recorded updates only what the images look like is known."""
+"""Name of the data of recorded updates without images: only their shape and pixel range are known."""
 
 
 _COLUMNS = ("image_column", "label_column")
 
 
 class Section(BaseModel):
-    """A table of a run file: unknown keys are refused, and a number is not a string."""
+    """A table of a run file: unknown keys are refused, and types are not converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class DataConfig(Section):
-    """Which images. Where files lie is no part of it: `--data-dir` (or GRADVEIL_DATA) says so."""
+    """The images. The folder of their files is set by `--data-dir` or GRADVEIL_DATA."""
 
     name: Name
     """A bundled name, `folder:PATH`, a Parquet file, a Hugging Face name, or `unseen` for recorded updates."""
@@ -61,19 +61,19 @@ class DataConfig(Section):
 
     @model_serializer(mode="wrap")
     def _without_usual_columns(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out columns that nobody named: runs from before they could be named are the same runs."""
+        """Omit columns that are not set, so that runs from before these settings keep their hash."""
         return {key: value for key, value in written(self).items() if key not in _COLUMNS or value is not None}
 
     @model_validator(mode="after")
-    def _what_is_said_of_it(self) -> DataConfig:
+    def _consistent(self) -> DataConfig:
         if (self.mean is None) != (self.std is None):
             raise ValueError("mean and std go together")
         if self.classes is not None and self.name != UNSEEN:
-            raise ValueError(f"classes are said by the data '{self.name}' themselves; leave them out")
-        said = [key for key in _COLUMNS if getattr(self, key) is not None]
+            raise ValueError(f"the data '{self.name}' have their own classes; remove this setting")
+        columns = [key for key in _COLUMNS if getattr(self, key) is not None]
         bundled = self.name in DATASETS and DATASETS[self.name].bundled
-        if said and (bundled or self.name == UNSEEN or self.name.startswith("folder:")):
-            raise ValueError(f"{said[0]} is for Parquet files and Hugging Face data; leave it out")
+        if columns and (bundled or self.name == UNSEEN or self.name.startswith("folder:")):
+            raise ValueError(f"{columns[0]} is for Parquet files and Hugging Face data; remove it")
         return self
 
 
@@ -91,8 +91,6 @@ class ModelConfig(Section):
     weights: Name | None = None
     """A safetensors file with parameters, looked for in the working directory, then in the data folder. None: the seed
     draws initial weights."""
-    """A safetensors file of its parameters, or one that `gradveil train` wrote; None for weights drawn by the seed.
-    Looked for where the command runs, then in the data folder."""
 
 
 class LocalConfig(Section):
@@ -126,7 +124,7 @@ class LocalConfig(Section):
         return self
 
     def words(self, examples: int) -> str:
-        """Describe in a few words how a client with so many examples trains.
+        """Describe the local training of a client with this number of examples.
 
         >>> LocalConfig(lr=0.1, steps=4).words(8), LocalConfig(lr=0.1, epochs=1, batch=2, momentum=0.9).words(8)
         ('T=4 sgd lr=0.1', 'epochs=1 sgd lr=0.1, batch=2, momentum=0.9')
@@ -146,17 +144,16 @@ class LocalConfig(Section):
 
 
 class TrainDataConfig(DataConfig):
-    """Which images to train on and to test with: all of them, unless a number is given."""
+    """The training and test images: all of them, unless a number is set."""
 
     public: Count | None = None
     """Number of training images to read."""
     gallery: Count | None = None
     """Number of test images to read."""
-    """How many test images are read."""
 
 
 class PartitionConfig(Section):
-    """How the training images are shared among the clients."""
+    """Partition of the training images among the clients."""
 
     kind: Literal["iid", "dirichlet", "pathological", "column", "flwr"] = "iid"
     """`iid`: at random. `dirichlet`: random shares of each class. `pathological`: a few classes per client. `column`:
@@ -184,7 +181,7 @@ class PartitionConfig(Section):
 
 
 class ServerConfig(Section):
-    """What the server does with the updates that arrive."""
+    """Aggregation of the updates by the server."""
 
     optimiser: Literal["sgd", "adam", "yogi", "adagrad"] = "sgd"
     """`sgd` averages (FedAvg, or FedAvgM with momentum); the others are FedAdam, FedYogi and FedAdagrad."""
@@ -209,7 +206,7 @@ class ServerConfig(Section):
 
 
 class Rounds(Section):
-    """How clients train together: who takes part, what each does, and what the server makes of it."""
+    """Rounds of federated training: clients, local training, and the server."""
 
     clients: Count = 10
     """Number of clients."""
@@ -229,17 +226,15 @@ class Rounds(Section):
     """Share of the clients that take part in a round."""
     absent: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability that a chosen client does not answer."""
-    """Probability that a chosen client does not answer."""
 
 
 class PaceConfig(Section):
-    """From when on steps are shorter, or longer, than at first."""
+    """A change of the step size during the training."""
 
     after: Count
     """Number of rounds with the earlier step size."""
     times: Annotated[float, Field(gt=0)]
     """Factor on the first step size: `local.lr`, or the step size of the server where clients send gradients."""
-    """What the first step size is multiplied by: the clients' `local.lr`, or where they send gradients the server's."""
 
 
 class TrainConfig(Rounds):
@@ -274,7 +269,7 @@ class TrainConfig(Rounds):
     """cpu, cuda, cuda:1 or mps."""
 
     @model_validator(mode="after")
-    def _something_to_wait_for(self) -> TrainConfig:
+    def _complete(self) -> TrainConfig:
         if self.patience is not None and self.validation == 0:
             raise ValueError("patience waits for the validation loss, and validation is 0")
         rounds = [entry.after for entry in self.pace]
@@ -288,10 +283,10 @@ class TrainConfig(Rounds):
 
     @property
     def growing(self) -> tuple[str, ...]:
-        """What may get longer, or be turned on, while a run stays the same."""
+        """Settings that may grow, or be turned on, without making another run."""
         return ("defences", "seeds", "central")
 
     def digest(self) -> str:
-        """Hash what the rounds depend on: a longer training goes on where a shorter one ended, for any delta."""
+        """Hash the settings that rounds depend on: a longer training continues a shorter one, for any delta."""
         left_out = {*self.growing, *FREE}
         return digest({key: value for key, value in self.resolved().items() if key not in left_out})

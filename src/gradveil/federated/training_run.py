@@ -1,4 +1,4 @@
-"""A training as a run file describes it: every defence with every seed, written each round, resumed after any stop."""
+"""The training of a run file: every defence with every seed, stored after each round, and resumable."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class _Summary(StoredPart):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        """Compare the numbers with each other."""
+        """Check that the numbers agree with each other."""
         numbers = [point.number for point in self.curve]
         if numbers != list(range(1, len(numbers) + 1)) or self.rounds != len(numbers):
             raise ValueError("its rounds are not those of its curve, counted from 1")
@@ -130,22 +130,22 @@ _SUMMARY = TypeAdapter(_Summary)
 
 @dataclass(frozen=True)
 class StoredTraining:
-    """A training as it lies on disk."""
+    """A training on disk."""
 
     path: Path
     info: Mapping[str, Any]
     config: TrainConfig
     trials: Sequence[tuple[TrainingTrial, Mapping[str, Any] | None]]
-    """Every trial with its summary, in the run file's order; None where it is not finished."""
+    """Every trial with its summary, in the run file's order; None if it is not finished."""
 
 
 def is_training(folder: Path) -> bool:
-    """Say whether `gradveil train` wrote this folder."""
+    """Return whether `gradveil train` wrote this folder."""
     return TRAINING_RUN.exists(folder)
 
 
 def load_training(folder: Path) -> StoredTraining:
-    """Read a training, finished or not; refuse with every damaged file at once."""
+    """Read a training, finished or not; raise for all damaged files at once."""
     if not is_training(folder):
         raise fail(str(folder), "is no training (it has no train.json)", "give what `gradveil train` wrote")
     info = TRAINING_RUN.read(folder)
@@ -156,20 +156,20 @@ def load_training(folder: Path) -> StoredTraining:
         where = ".".join(map(str, first["loc"]))
         problem = Problem(str(folder / RUN), f"config.{where}: {first['msg']}", TRAINING_RUN.restore)
         raise DamagedError(problem) from None
-    found: list[tuple[TrainingTrial, Mapping[str, Any] | None]] = []
+    summaries: list[tuple[TrainingTrial, Mapping[str, Any] | None]] = []
     problems: list[Problem] = []
     for trial in trials(config):
         file = folder / TRIALS / f"{trial.id}.json"
         with noting(problems):
-            told = _summary(file) if file.is_file() else None
-            found.append((trial, None if told and _longer(config, told) else told))
+            summary = _summary(file) if file.is_file() else None
+            summaries.append((trial, None if summary and _longer(config, summary) else summary))
     refuse(problems)
-    return StoredTraining(folder, info, config, found)
+    return StoredTraining(folder, info, config, summaries)
 
 
-def _longer(config: TrainConfig, told: Mapping[str, Any]) -> bool:
-    """Say whether more rounds were asked for since a training was summed up, and it has not got there yet."""
-    return told["status"] == "finished" and told["rounds"] < config.rounds
+def _longer(config: TrainConfig, summary: Mapping[str, Any]) -> bool:
+    """Return whether the run now has more rounds than the summary of a finished training."""
+    return summary["status"] == "finished" and summary["rounds"] < config.rounds
 
 
 def _summary(file: Path) -> dict[str, Any]:
@@ -177,22 +177,22 @@ def _summary(file: Path) -> dict[str, Any]:
 
 
 FAILED = "failed"
-"""Status of a training that ended in an error; the next call takes it up again."""
+"""Status of a training that ended in an error; the next call resumes it."""
 
 
 def site(opened: TrainingSetting, data_dir: Path | None, recorder: UpdateRecorder | None = None) -> Site:
-    """Say what workers elsewhere open to train the trials of this run."""
+    """Return the site that workers elsewhere open to train the trials of this run."""
     record = None
     if recorder is not None:
         record = {"truth": recorder.truth, "rounds": recorder.rounds, "clients": recorder.clients}
         record["folder"] = str(recorder.folder.resolve())
-    where = str(data_dir.resolve()) if data_dir else None
-    setting = {"config": opened.config.resolved(), "data_dir": where, "record": record}
+    setting = {"config": opened.config.resolved(), "record": record}
+    setting["data_dir"] = str(data_dir.resolve()) if data_dir else None
     return Site(f"{__name__}:{open_work.__name__}", {**setting, "images": opened.data.identities()})
 
 
 def open_work(setting: Mapping[str, Any]) -> Work:
-    """Open the setting of a run, where somebody else has checked it."""
+    """Open the setting of a run in a worker; it has been checked before."""
     data_dir = Path(setting["data_dir"]) if setting["data_dir"] else None
     opened = open_setting(TrainConfig.model_validate(setting["config"]), data_dir, checked=False)
     refuse_other_images(setting["images"], opened.data.identities())
@@ -201,17 +201,18 @@ def open_work(setting: Mapping[str, Any]) -> Work:
 
 
 def working(setting: TrainingSetting, recorder: UpdateRecorder | None = None) -> Work:
-    """Return the work of a run whose setting is open: it tells each round with the bytes that go on from there."""
+    """Return the work of an open run: it reports each round, with the bytes to resume from."""
     config = setting.config
     every = {trial.id: trial for trial in trials(config)}
 
-    def work(order: Parcel, tell: Report) -> Parcel:
+    def work(order: Parcel, report: Report) -> Parcel:
         trial = every[order.facts["trial"]]
-        own = identity(setting, trial)
-        standing = unpack_standing(order.data, own, device=config.device) if order.data else None
+        settings = identity(setting, trial)
+        standing = unpack_standing(order.data, settings, device=config.device) if order.data else None
 
-        def keep(now: Standing) -> None:
-            tell(Parcel({"record": asdict(now.records[-1]), "status": now.status}, pack_standing(now, own)))
+        def keep(standing: Standing) -> None:
+            result = {"record": asdict(standing.records[-1]), "status": standing.status}
+            report(Parcel(result, pack_standing(standing, settings)))
 
         federation = setting.federation(trial)
         if recorder is not None:
@@ -228,7 +229,7 @@ def working(setting: TrainingSetting, recorder: UpdateRecorder | None = None) ->
 def _configured(
     recorder: UpdateRecorder, trial: TrainingTrial, config: TrainConfig, federation: Federation
 ) -> UpdateRecorder:
-    """Report the recorder what the clients of this trial are configured as."""
+    """Return the recorder with the client configuration of this trial."""
     local = federation.client.local
     if config.local is None or local is None:
         return replace(recorder, run=trial.id, defence=trial.defence, local=None, sends="gradient")
@@ -237,21 +238,21 @@ def _configured(
 
 
 def begun(setting: TrainingSetting, trial: TrainingTrial, federation: Federation) -> Standing:
-    """Return where a training stands before its first round, with what of its code is the user's own."""
+    """Return the state before the first round, with digests of custom code."""
     return replace(federation.start(), code=code_of((setting.config.model.name, trial.defence)))
 
 
 def going_on(standing: Standing | None, rounds: int) -> Standing | None:
-    """Let a training that is finished run on where more rounds are asked for."""
+    """Set a finished training to running if the run now has more rounds."""
     if standing is not None and standing.status == "finished" and len(standing.records) < rounds:
         return replace(standing, status="running")
     return standing
 
 
 def facts(federation: Federation, config: TrainConfig, standing: Standing) -> dict[str, Any]:
-    """Say what is proven of a training, how many test examples judge it, and what share of them one class for all is.
+    """Return the guarantee of a training, its number of test examples, and the share of their largest class.
 
-    What is proven counts the most rounds that it was ever planned for, or had.
+    The guarantee counts the largest number of rounds that were ever planned or run.
     """
     counts = federation.test.targets.bincount()
     rounds = max(config.rounds, standing.planned, len(standing.records))
@@ -260,16 +261,16 @@ def facts(federation: Federation, config: TrainConfig, standing: Standing) -> di
 
 
 def identity(setting: TrainingSetting, trial: TrainingTrial) -> str:
-    """Hash what a training's standing depends on; the weights it starts from too, where a file gives them."""
+    """Hash the settings that a training's state depends on, and initial weights from a file."""
     start = [fingerprint(setting.weights)] if setting.weights else []
     return digest([setting.config.digest(), trial.title, trial.seed, *start])
 
 
-def summarise(trial: TrainingTrial, standing: Standing, told: Mapping[str, Any]) -> dict[str, Any]:
-    """Sum one training up, with every round's record: the accuracy is that of the parameters it ends with.
+def summarise(trial: TrainingTrial, standing: Standing, further: Mapping[str, Any]) -> dict[str, Any]:
+    """Summarise one training, with every round's record; the accuracy is that of the final parameters.
 
-    `told` is what else is known of it, see `facts`. Bytes are the means of the rounds, seconds their medians: a
-    process is slow once, in the first round of its first training, which says nothing of that training's defence.
+    `further` has the values of `facts`. Bytes are means over the rounds, seconds are medians: the first round in a
+    process is slow, whatever the defence.
     """
     records = standing.records
     last = records[standing.best_round - 1] if standing.best_round else records[-1]
@@ -290,7 +291,7 @@ def summarise(trial: TrainingTrial, standing: Standing, told: Mapping[str, Any])
             "bytes_down": sum(record.bytes_down for record in records) / rounds,
             "seconds": median_low(record.seconds for record in records),
             "client_seconds": median_low(worked) if worked else None,
-            **told,
+            **further,
             "code": dict(standing.code),
             "start": None if standing.start is None else dict(zip(("loss", "accuracy"), standing.start, strict=True)),
             "curve": [asdict(record) for record in records],
@@ -299,7 +300,7 @@ def summarise(trial: TrainingTrial, standing: Standing, told: Mapping[str, Any])
 
 
 def failure(trial: TrainingTrial, why: str) -> dict[str, Any]:
-    """Sum up a training that failed: it has no numbers."""
+    """Summarise a training that failed: it has no numbers."""
     numbers = (
         "best_round",
         "accuracy",
@@ -321,15 +322,15 @@ _round = TypeAdapter(RoundResult)
 def run(
     setting: TrainingSetting,
     folder: Path,
-    tell: Callable[[TrainingTrial, RoundResult, Status], None],
+    report: Callable[[TrainingTrial, RoundResult, Status], None],
     schedule: Scheduler = in_process,
     recorder: UpdateRecorder | None = None,
     at: Collection[int] = (),
 ) -> list[dict[str, Any]]:
-    """Train every trial as far as the run asks for; write each after every round. Returns a summary of each.
+    """Train every trial for the rounds of the run, and store it after each round; return the summaries.
 
-    `recorder` keeps what leaves the clients of every trial, as the trial's own run. Where a trial stood after the
-    rounds `at` (0: before the first) is kept beside where it stands: see `trial_file`.
+    `recorder` records the updates of all clients, with the trial as the name of the run. The states after the rounds
+    `at` (0: before the first) are stored next to the current one: see `trial_file`.
     """
     config = setting.config
 
@@ -339,13 +340,13 @@ def run(
     def order(trial: TrainingTrial) -> Parcel:
         return Parcel({"trial": trial.id}, file(trial).read_bytes() if file(trial).is_file() else b"")
 
-    def heard(trial: TrainingTrial, news: Parcel) -> None:
-        record = _round.validate_python(news.facts["record"])
-        # What is to be kept comes first: a kill in between is then made up for.
+    def store(trial: TrainingTrial, progress: Parcel) -> None:
+        record = _round.validate_python(progress.facts["record"])
+        # The chosen state first: after a kill between the two writes, the round is repeated and both are written.
         if record.number in at:
-            write_private(trial_file(folder, trial, record.number), news.data)
-        write_private(file(trial), news.data)
-        tell(trial, record, news.facts["status"])
+            write_private(trial_file(folder, trial, record.number), progress.data)
+        write_private(file(trial), progress.data)
+        report(trial, record, progress.facts["status"])
 
     def write(trial: TrainingTrial, summary: Mapping[str, Any]) -> None:
         write_json(folder / TRIALS / f"{trial.id}.json", summary)
@@ -364,26 +365,26 @@ def run(
         else:
             write(trial, summarise(trial, standing, facts(setting.federation(trial), config, standing)))
     refuse(problems)
-    with schedule(Job(working(setting, recorder), order, heard), waiting) as done:
-        for trial, found in done:
-            write(trial, failure(trial, found) if isinstance(found, str) else found.facts)
+    with schedule(Job(working(setting, recorder), order, store), waiting) as done:
+        for trial, result in done:
+            write(trial, failure(trial, result) if isinstance(result, str) else result.facts)
     return load_summaries(folder)
 
 
 def trial_file(folder: Path, trial: TrainingTrial, number: int | None = None) -> Path:
-    """Say where it is written where a training stands, or where it stood after a chosen round."""
+    """Return the file of a training's current state, or of its state after a chosen round."""
     return folder / TRIALS / (trial.id + ("" if number is None else f".round-{number}") + ".safetensors")
 
 
 def _rewind(setting: TrainingSetting, folder: Path, trial: TrainingTrial, at: Collection[int]) -> None:
-    """Go back to before the first standing that should be kept and is gone; keep the one before the first round."""
+    """Go back to before the first chosen state that is missing; store the one before the first round."""
     files = {number: trial_file(folder, trial, number) for number in sorted(at)}
-    gone = [number for number, kept in files.items() if not kept.is_file()]
-    own, file = identity(setting, trial), trial_file(folder, trial)
-    if 0 in gone:
-        write_private(files[0], pack_standing(begun(setting, trial, setting.federation(trial)), own))
-    standing = load_standing(file, own) if gone else None
-    late = [number for number in gone if 0 < number <= (len(standing.records) if standing else 0)]
+    missing = [number for number, stored in files.items() if not stored.is_file()]
+    settings, file = identity(setting, trial), trial_file(folder, trial)
+    if 0 in missing:
+        write_private(files[0], pack_standing(begun(setting, trial, setting.federation(trial)), settings))
+    standing = load_standing(file, settings) if missing else None
+    late = [number for number in missing if 0 < number <= (len(standing.records) if standing else 0)]
     if late:
         before = max((number for number in files if number < late[0]), default=None)
         if before is None:
@@ -398,11 +399,11 @@ def describe(
     weights: Mapping[str, Tensor] = MappingProxyType({}),
     images: Mapping[str, str | None] | None = None,
 ) -> dict[str, Any]:
-    """Return what `train.json` holds; a start from other weights, or on other `images`, is another training."""
+    """Return the content of `train.json`; other initial weights or `images` make another training."""
     start = fingerprint(weights) if weights else None
     return described(config, command, (trial.id for trial in trials(config)), start, images)
 
 
 def load_summaries(folder: Path) -> list[dict[str, Any]]:
-    """Read what the finished trainings of a run came to, with their curves."""
-    return [dict(told) for _, told in load_training(folder).trials if told is not None]
+    """Read the summaries of the finished trainings of a run, with their curves."""
+    return [dict(summary) for _, summary in load_training(folder).trials if summary is not None]

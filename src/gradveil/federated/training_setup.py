@@ -32,7 +32,7 @@ from gradveil.runs.run_folder import digest
 
 
 def open_images(config: DataConfig, data_dir: Path | None, gallery: int | None, column: str | None = None) -> Splits:
-    """Load the data of a run, `gallery` images of the targets' split (None for all); errors say that it is the data."""
+    """Load the data of a run, with `gallery` images of the targets' split (None for all); errors name the data."""
     try:
         return load(
             config.name,
@@ -53,14 +53,14 @@ def open_images(config: DataConfig, data_dir: Path | None, gallery: int | None, 
 
 
 _COLUMN = re.compile(r"\b((image|label)_column)\b")
-"""What `load` calls an argument is a setting of a run file here."""
+"""Arguments of `load` that are settings of a run file."""
 
 
-def refuse_other_images(told: Mapping[str, str | None], here: Mapping[str, str | None]) -> None:
-    """Refuse to work for a run on other images than it was started with, see `Dataset.identity`."""
-    if told and dict(told) != dict(here):
-        what = "stands for other images or labels here than where the run was started"
-        raise fail("data.name", what, "give every machine the same files")
+def refuse_other_images(started: Mapping[str, str | None], loaded: Mapping[str, str | None]) -> None:
+    """Refuse to continue a run with other images than it was started with, see `Dataset.identity`."""
+    if started and dict(started) != dict(loaded):
+        problem = "has other images or labels here than where the run was started"
+        raise fail("data.name", problem, "use the same files on every machine")
 
 
 def initial_model(
@@ -68,7 +68,7 @@ def initial_model(
 ) -> tuple[nn.Module, list[str]]:
     """Build a model for these images with the initial weights of a seed; return it with a list of changes.
 
-    `compared` has `prepare` compare the model before and after its changes, on the first images.
+    With `compared`, `prepare` compares the model before and after its changes on the first images.
     """
     net = build(
         config.name,
@@ -88,19 +88,19 @@ def initial_model(
 
 
 _COMPARED = 4
-"""Images on which a model is compared with its prepared copy."""
+"""Number of images on which a model is compared with its prepared copy."""
 
 
 def device_problems(device: str, precision: str) -> Iterator[Problem]:
-    """Say why a run cannot compute on this device."""
+    """List the reasons why a run cannot compute on this device."""
     kind, _, number = device.partition(":")
-    found = torch.cuda.device_count() if kind == "cuda" else 0
-    if kind == "cuda" and not found:
+    count = torch.cuda.device_count() if kind == "cuda" else 0
+    if kind == "cuda" and not count:
         remedy = "choose cpu; a GPU needs its driver and a build of torch with CUDA"
         yield Problem("device", f"'{device}' is not available: torch sees no CUDA device", remedy)
-    elif kind == "cuda" and int(number or 0) >= found:
-        seen = listing(f"cuda:{place}" for place in range(found))
-        yield Problem("device", f"'{device}' is not available: torch sees {seen}", "choose one of them, or cpu")
+    elif kind == "cuda" and int(number or 0) >= count:
+        devices = listing(f"cuda:{index}" for index in range(count))
+        yield Problem("device", f"'{device}' is not available: torch sees {devices}", "choose one of them, or cpu")
     if kind == "mps" and not torch.backends.mps.is_available():
         yield Problem("device", "'mps' is not available on this machine", "choose cpu")
     if kind == "mps" and precision == "float64":
@@ -108,12 +108,12 @@ def device_problems(device: str, precision: str) -> Iterator[Problem]:
 
 
 CENTRAL = "central"
-"""The word for training on all data in one place."""
+"""Name of the training on all data in one place."""
 
 
 @dataclass(frozen=True)
 class TrainingTrial:
-    """One training of a run: a defence with a seed, federated or with all data in one hand."""
+    """One training of a run: a defence with a seed, federated or with all data in one place."""
 
     defence: str
     seed: int
@@ -121,12 +121,12 @@ class TrainingTrial:
 
     @property
     def title(self) -> str:
-        """The defence, or what is trained instead."""
+        """The defence, or the name of the central training."""
         return CENTRAL if self.central else self.defence
 
     @property
     def id(self) -> str:
-        """A name for files: readable, and different for different trials."""
+        """A readable file name that differs between trials."""
         words = re.sub(r"[^A-Za-z0-9]+", "-", self.title).strip("-")[:40]
         return f"{words}-{self.seed}-{digest([self.title, self.seed])[:8]}"
 
@@ -140,24 +140,24 @@ def trials(config: TrainConfig) -> list[TrainingTrial]:
 
 @dataclass(frozen=True)
 class TrainingSetting:
-    """What all trainings of a run share."""
+    """The config, data and weights that all trainings of a run share."""
 
     config: TrainConfig
     data: Splits
     weights: Tensors = field(default_factory=dict[str, Tensor])
-    """What training starts from, where the run names a file; empty for weights drawn by the seed."""
+    """Initial weights, if the run names a file; empty for weights drawn by the seed."""
     model: nn.Module | None = None
-    """The caller's own, with its weights; None where the run says how to build one for each seed."""
+    """The caller's model with its weights; None if the run builds one for each seed."""
     defences: Mapping[str, Defence] = field(default_factory=dict[str, Defence])
-    """Those that the caller gives as objects, by name; all others are read as texts."""
+    """Defences that the caller passes as objects, by name; all others are parsed."""
     loss: Loss = cross_entropy
 
     def defence(self, text: str) -> Defence:
-        """Return the defence that the run calls so."""
+        """Return the defence that the run names by this text."""
         return self.defences[text] if text in self.defences else parse(text, own=True)
 
     def initial(self, seed: int, compared: bool = False) -> nn.Module:
-        """Build the undefended model of a seed, or copy the caller's own; `compared` as for `initial_model`."""
+        """Build the undefended model of a seed, or copy the caller's; `compared` as for `initial_model`."""
         if self.model is not None:
             return copy.deepcopy(self.model)
         return initial_model(self.config.model, self.data.public, seed, compared)[0]
@@ -167,7 +167,7 @@ class TrainingSetting:
         config, key = self.config, Key(trial.seed)
         client = self.defence(trial.defence)(self.plain(trial.seed), key.child(Stream.MODEL))
         client.model.to(config.device, self.dtype)
-        # Who has all examples trains on them: what a server makes of steps is federation's own.
+        # Central training uses the local steps as they are: a server optimiser is part of the federation.
         server = ServerConfig() if trial.central and config.local else config.server
         return Federation(
             client,
@@ -189,7 +189,7 @@ class TrainingSetting:
         return torch.float64 if self.config.precision == "float64" else torch.float32
 
     def plain(self, seed: int) -> Client:
-        """Build the undefended client; in one hand, too, its local batches are as large as those of the clients."""
+        """Build the undefended client; central training has local batches of the same size as the clients."""
         config, images = self.config, self.data.public
         net = self.initial(seed)
         if self.weights:
@@ -202,7 +202,7 @@ class TrainingSetting:
         return Client(net, self.loss, local=local, trainable=trainable, domain=domain)
 
     def hands(self, seed: int) -> list[tuple[Tensor, Tensor]]:
-        """Deal the training images: the places of those that each client trains on, and of those it keeps apart."""
+        """Partition the training images: for each client the indices of its training and its validation images."""
         config, images = self.config, self.data.public
         key = Key(seed, (Stream.PARTITION,))
         kind, generator = config.partition, key.generator()
@@ -223,16 +223,16 @@ class TrainingSetting:
         shares = [self._share(*hand) for hand in self.hands(trial.seed)]
         if not trial.central:
             return shares
-        kept = [share.validation for share in shares if share.validation is not None]
-        return [ClientShare(_joined([share.train for share in shares]), _joined(kept) if kept else None)]
+        validation = [share.validation for share in shares if share.validation is not None]
+        return [ClientShare(_joined([share.train for share in shares]), _joined(validation) if validation else None)]
 
-    def _parted(self, places: Tensor, key: Key) -> tuple[Tensor, Tensor]:
-        held = round(self.config.validation * len(places))
-        if held == len(places):
-            what = f"leaves a client with {len(places)} examples none to train on"
-            raise fail("validation", f"is {self.config.validation:g} and {what}", "lower it, or take fewer clients")
-        order = torch.randperm(len(places), generator=key.generator())
-        return places[order[held:].sort().values], places[order[:held].sort().values]
+    def _parted(self, indices: Tensor, key: Key) -> tuple[Tensor, Tensor]:
+        held = round(self.config.validation * len(indices))
+        if held == len(indices):
+            problem = f"leaves a client with {len(indices)} examples none to train on"
+            raise fail("validation", f"is {self.config.validation:g} and {problem}", "lower it, or take fewer clients")
+        order = torch.randperm(len(indices), generator=key.generator())
+        return indices[order[held:].sort().values], indices[order[:held].sort().values]
 
     def _share(self, train_on: Tensor, keep: Tensor) -> ClientShare:
         images = self.data.public
@@ -250,9 +250,9 @@ class TrainingSetting:
 
 
 def open_setting(config: TrainConfig, data_dir: Path | None = None, checked: bool = True) -> TrainingSetting:
-    """Load the data and try everything a run needs; refuse with every problem at once.
+    """Load the data and check everything a run needs; raise with every problem at once.
 
-    A worker leaves the trying out (`checked=False`): it was done before it was started.
+    Workers skip the checks (`checked=False`), which were done before they were started.
     """
     refuse(list(device_problems(config.device, config.precision)))
     data = open_images(config.data, data_dir, config.data.gallery, config.partition.column)
@@ -274,37 +274,37 @@ _COUNTS_FOR = {
     },
     "server": {"beta1": _ADAPTIVE, "beta2": _ADAPTIVE[:2], "tau": _ADAPTIVE},
 }
-"""Settings of a table that count for some of its kinds alone."""
+"""Settings that have an effect only for some kinds of their table."""
 
 
 def _without_effect(config: TrainConfig) -> Iterator[Problem]:
-    """Find what was said and would change nothing: who says it takes it for granted that it counts."""
-    for own, decides, chosen in (
+    """Report settings that were made and have no effect."""
+    for section, decides, chosen in (
         (config.partition, "partition.kind", config.partition.kind),
         (config.server, "server.optimiser", config.server.optimiser),
     ):
         table = decides.partition(".")[0]
         for key, kinds in _COUNTS_FOR[table].items():
-            if key in own.model_fields_set and chosen not in kinds:
-                what = f"changes nothing where {decides} is '{chosen}': it is for {listing(kinds)}"
-                yield Problem(f"{table}.{key}", what, f"say {decides} = '{kinds[0]}', or leave it out")
+            if key in section.model_fields_set and chosen not in kinds:
+                problem = f"has no effect with {decides} '{chosen}': it is for {listing(kinds)}"
+                yield Problem(f"{table}.{key}", problem, f"set {decides} = '{kinds[0]}', or remove it")
     if config.batch is not None and config.local is not None:
-        what = "changes nothing where clients train locally: it is for one gradient a round"
-        yield Problem("batch", what, "say local.batch, or leave it out")
+        problem = "has no effect with local training: it is for one gradient per round"
+        yield Problem("batch", problem, "set local.batch, or remove it")
 
 
 def setting_problems(setting: TrainingSetting) -> Iterator[Problem]:
-    """Try everything a run needs, and find what is wrong."""
+    """Check everything a run needs, and yield each problem."""
     config, images = setting.config, setting.data.public
     yield from _without_effect(config)
     if not images.task:
         yield Problem("data.name", f"the labels of '{config.data.name}' mean nothing", "choose data with a task")
         return
     try:
-        most = max(len(places) for places, _ in setting.hands(config.seeds[0]))
+        most = max(len(train) for train, _ in setting.hands(config.seeds[0]))
         if config.batch is not None and config.batch > most:
-            what = f"is {config.batch}, and the client with the most has {most} examples to train on"
-            yield Problem("batch", what, "lower it, or leave it out: a gradient is then of all that a client has")
+            problem = f"is {config.batch}, and the client with the most has {most} examples to train on"
+            yield Problem("batch", problem, "lower it, or remove it: a gradient then uses all examples of a client")
         setting.initial(config.seeds[0], compared=True)
         setting.plain(config.seeds[0]).trained()
     except GradveilError as error:
@@ -320,16 +320,15 @@ def setting_problems(setting: TrainingSetting) -> Iterator[Problem]:
             federation.client.noise_spec(federation.client.params(), smallest)
             if i == 0:
                 model = federation.client.model
-                found = check(
-                    model, few, setting.loss, bounds=images.space.bounds(few.inputs), classes=len(images.classes)
-                )
-                yield from (_of_model(problem, model, config) for problem in found)
+                limits, classes = images.space.bounds(few.inputs), len(images.classes)
+                problems = check(model, few, setting.loss, bounds=limits, classes=classes)
+                yield from (_of_model(problem, model, config) for problem in problems)
         except GradveilError as error:
             yield from (Problem(f"{where}: {p.where}", p.what, p.remedy) for p in error.problems)
 
 
 def _of_model(problem: Problem, model: nn.Module, config: TrainConfig) -> Problem:
-    """Name a module as such, and say that what has to be replaced in it can be replaced here."""
+    """Name the model in a problem, and offer `model.prepare` where it is the fix."""
     hint = "; or let it be done: --set model.prepare=true"
     hint = hint if surgery.__name__ in problem.remedy and not config.model.prepare else ""
     return replace(problem, where=f"model: {called(model, problem.where)}", remedy=problem.remedy + hint)

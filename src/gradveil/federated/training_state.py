@@ -1,4 +1,4 @@
-"""The state of a training, and its checkpoint: one atomic file from which it resumes to the bit."""
+"""The state of a training, and its checkpoint: one atomic file, from which it resumes with the same bits."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from gradveil.core.private_files import DamagedError, plain, seal, unreadable, u
 from gradveil.core.tree import Tensors, select, under
 
 Status = Literal["running", "finished", "stopped early", "diverged"]
-"""What became of a training."""
+"""Status of a training."""
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What happened in one round; its number counts from 1."""
+    """Results of one round; rounds are numbered from 1."""
 
     number: int
     clients: tuple[int, ...]
-    """Whose updates arrived."""
+    """Clients whose updates were aggregated."""
     absent: tuple[int, ...]
-    """Who was chosen and did not answer."""
+    """Clients that were chosen and did not answer."""
     accuracy: float
-    """Share of the test examples that the new global parameters name rightly; what is random in the model is off."""
+    """Share of test examples that the new global parameters classify correctly, with the model's randomness off."""
     loss: float
     validation_loss: float | None
-    """Mean over all clients of the loss on what each keeps apart."""
+    """Mean over all clients of the loss on their validation examples."""
     validation_accuracy: float | None
     bytes_up: int
-    """Sent by all clients together."""
+    """Bytes sent by all clients together."""
     bytes_down: int
-    """Sent by the server to all chosen clients together."""
+    """Bytes sent by the server to all chosen clients together."""
     seconds: float
-    """Of the whole round: all clients in one process, the server, measuring the accuracy."""
+    """Duration of the whole round: all clients in one process, the server, and the evaluation."""
     client_seconds: float | None = None
-    """Of one client's update, on the average (of those that compute at once each has its share); None where nobody
-    answered, or where an earlier version did not ask."""
+    """Mean duration of one client's update (clients that compute at once share theirs equally); None if no client
+    answered, or if an earlier version wrote the round."""
     refused: tuple[int, ...] = ()
-    """Whose update was not finite: it is left out, as a Flower client does not send it."""
+    """Clients whose update was not finite: it is left out, as a Flower client would not send it."""
     spoke: tuple[int, int] | None = None
-    """How many clients spoke before it, and how many should have; None where none has to."""
+    """Number of clients that sent public messages, and the number needed; None if none are needed."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a training stands: all that the next round depends on, and what has been recorded."""
+    """State of a training: everything that the next round depends on, and the results so far."""
 
     params: Tensors
     server: Tensors
@@ -66,15 +66,15 @@ class Standing:
     mean: Tensors = field(default_factory=dict[str, Tensor])
     """The mean update of the last round, which is public; empty before the first."""
     moved: int = 0
-    """Bytes of what the last round changed: what a client who took part in it is sent."""
+    """Bytes of the last round's change of the parameters, which the server sends to clients of that round."""
     records: tuple[RoundResult, ...] = ()
     status: Status = "running"
     planned: int = 0
-    """The most rounds that were ever asked for: what is proven counts them, whoever then stopped earlier."""
+    """Largest number of rounds ever planned: the guarantee counts them, even if the training stops earlier."""
     start: tuple[float | None, float] | None = None
     """Loss and accuracy on the test examples before the first round."""
     code: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Digests of the user's own modules, as they were when the training began (`code_of`)."""
+    """Digests of custom modules at the start of the training (`code_of`)."""
 
     @property
     def final(self) -> Tensors:
@@ -91,7 +91,7 @@ Count = Annotated[int, Field(ge=0, le=_MOST)]
 
 
 class _Facts(BaseModel):
-    """What the metadata say besides the tensors."""
+    """The metadata of a checkpoint."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
     names: list[str]
@@ -106,7 +106,7 @@ class _Facts(BaseModel):
 
 
 def pack_standing(standing: Standing, training: str) -> bytes:
-    """Put where a training stands into the bytes of its file; `training` is the digest of its settings."""
+    """Serialise the state of a training; `training` is the digest of its settings."""
     tensors: Tensors = under("params", standing.params) | under("server", standing.server)
     tensors |= under("best", standing.best) | under("mean", standing.mean)
     for client, state in standing.clients.items():
@@ -124,13 +124,13 @@ def pack_standing(standing: Standing, training: str) -> bytes:
         "code": dict(standing.code),
         "records": [plain(dataclasses.asdict(record)) for record in standing.records],
     }
-    # A copy of each: where nobody answered the best parameters are the last ones, and shared memory is not written.
-    own = {name: value.cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
-    return seal(own, {"gradveil": json.dumps(facts)})
+    # Copies, because the best parameters may be the last ones, and safetensors refuses shared memory.
+    copies = {name: value.cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
+    return seal(copies, {"gradveil": json.dumps(facts)})
 
 
 def load_standing(file: Path, training: str) -> Standing | None:
-    """Read where a training stands; None if it has not begun. Another training's file, or a damaged one, is refused."""
+    """Read the state of a training; None if it has not begun. Raise for a damaged file or another training's."""
     if not file.is_file():
         return None
     try:
@@ -141,13 +141,13 @@ def load_standing(file: Path, training: str) -> Standing | None:
 
 
 def unpack_standing(content: bytes, training: str, where: str = "standing", device: str = "cpu") -> Standing:
-    """Read where a training stands from the bytes of its file; `where` names them if they are refused."""
-    found, metadata = unseal(content, where, _REMEDY)
+    """Deserialise the state of a training; errors name the source `where`."""
+    stored, metadata = unseal(content, where, _REMEDY)
     try:
         facts = dict(json.loads(metadata["gradveil"]))
-        # In the order they were in, not the file's: sums over tensors have to round as they did. Copied to where
-        # torch puts its own: sums within a tensor depend on where it lies.
-        tensors = {name: found[name].clone().to(device) for name in facts["names"]}
+        # In the original order, not the file's: sums over tensors must round in the same way. Cloned into memory of
+        # torch's allocator: the rounding of sums within a tensor depends on its alignment.
+        tensors = {name: stored[name].clone().to(device) for name in facts["names"]}
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise DamagedError(Problem(where, f"is damaged: {error}", _REMEDY)) from error
     return _checked(where, facts, tensors, training)
@@ -161,39 +161,39 @@ def _checked(where: str, facts: Any, tensors: Tensors, training: str) -> Standin
         remedy = "give the settings it was made with, start again with --fresh, or choose another --out"
         raise fail(where, "belongs to a training with other settings", remedy)
     try:
-        told = _Facts.model_validate(facts)
-        records = _records.validate_python(_with_nan(told.records))
+        content = _Facts.model_validate(facts)
+        records = _records.validate_python(_with_nan(content.records))
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"])) or "all of it"
-        raise DamagedError(Problem(where, f"is damaged: {place}: {first['msg']}", _REMEDY)) from None
+        key = ".".join(map(str, first["loc"])) or "all of it"
+        raise DamagedError(Problem(where, f"is damaged: {key}: {first['msg']}", _REMEDY)) from None
     if odd := [record.number for record in records if _odd(record)]:
-        raise DamagedError(Problem(where, f"is damaged: round {odd[0]} has numbers that none has", _REMEDY))
-    if not records and told.status != "running":
-        raise DamagedError(Problem(where, f"is damaged: it is {told.status} without a round", _REMEDY))
-    if [record.number for record in records] != list(range(1, len(records) + 1)) or told.best_round > len(records):
+        raise DamagedError(Problem(where, f"is damaged: round {odd[0]} has impossible numbers", _REMEDY))
+    if not records and content.status != "running":
+        raise DamagedError(Problem(where, f"is damaged: it is {content.status} without a round", _REMEDY))
+    if [record.number for record in records] != list(range(1, len(records) + 1)) or content.best_round > len(records):
         raise DamagedError(Problem(where, "is damaged: its rounds are not counted from 1", _REMEDY))
     return Standing(
         params=select(tensors, "params"),
         server=select(tensors, "server"),
-        clients={client: select(tensors, f"client.{client}") for client in told.clients},
+        clients={client: select(tensors, f"client.{client}") for client in content.clients},
         mean=select(tensors, "mean"),
         best=select(tensors, "best"),
-        best_round=told.best_round,
-        moved=told.moved,
+        best_round=content.best_round,
+        moved=content.moved,
         records=records,
-        status=told.status,
-        planned=told.planned,
-        start=told.start,
-        code=told.code,
+        status=content.status,
+        planned=content.planned,
+        start=content.start,
+        code=content.code,
     )
 
 
 def _with_nan(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Read a loss that JSON could not hold (a diverged training's) as NaN."""
-    told = {"loss": "accuracy", "validation_loss": "validation_accuracy"}
+    """Restore losses of a diverged training, which JSON has as null, as NaN."""
+    pairs = {"loss": "accuracy", "validation_loss": "validation_accuracy"}
     return [
-        record | {loss: math.nan for loss, share in told.items() if _diverged(record, loss, share)}
+        record | {loss: math.nan for loss, share in pairs.items() if _diverged(record, loss, share)}
         for record in records
     ]
 
@@ -203,7 +203,7 @@ def _diverged(record: Mapping[str, Any], loss: str, share: str) -> bool:
 
 
 def _odd(record: RoundResult) -> bool:
-    """Return whether a round has numbers that none has; a loss may be of any size, or NaN."""
+    """Return whether a round has impossible numbers; a loss may have any value, or be NaN."""
     shares = (record.accuracy, record.validation_accuracy)
     counts = (record.bytes_up, record.bytes_down, record.seconds, record.client_seconds)
     within = all(0 <= share <= 1 for share in shares if share is not None)

@@ -59,8 +59,8 @@ class Exposure:
     read: frozenset[int]
     """Those of them that can be read from the update."""
     share: float
-    """Largest share of revealed examples: by the first gradient, the sum of local steps, or the difference from the
-    last update, each divided by the examples of the first gradient."""
+    """Largest share of revealed examples, in units of the first gradient's examples: by that gradient, the sum of local
+    steps, or the difference from the last update."""
     malice: tuple[Finding, ...] = ()
     summed: int = 0
     """Number of the client's examples that the sum of local steps reveals."""
@@ -135,7 +135,7 @@ def _over_all_steps(
     previous: Mapping[str, Tensor] | None,
     step: int,
 ) -> tuple[Finding, ...]:
-    """Judge the examples that the first layer singles out among all of a client's, in shares of one step."""
+    """Judge what the first layer singles out among all examples of a client, by excesses in shares of one step."""
     whole = batch, switched_off(client.model, batch.inputs)
     first = Pass(client, params, *whole, sent).run()[:1]
     compared = _Comparison(client, params, whole, previous, frozenset(layer.layer for layer in first), step)

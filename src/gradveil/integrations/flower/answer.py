@@ -86,16 +86,16 @@ def answer(
             last = memory.previous(question.number) if (guard, leak) != ("ignore", "ignore") else None
             previous = None if last is None else last[0].received
             before = None if last is None else decoded(last[0].sent, trained, last[0].received)
-            own = OwnUpdate(here, params, task, previous, before, guard, leak)
+            own_update = OwnUpdate(here, params, task, previous, before, guard, leak)
             records: Records = {"metrics": MetricRecord({"num-examples": len(batch.targets), **(metrics or {})})}
             # The reply is counted before it is computed, so that an error has been counted too. Where a guarantee
             # covers it, it is inspected only once it is stored: no finding can change it.
             spend(charge)
-            update, state = own.private(charge.epsilon) if charge and charge.epsilon else own.checked()
+            update, state = own_update.private(charge.epsilon) if charge and charge.epsilon else own_update.checked()
             sent = encoded(update)
             memory.keep(question, sent, records, client, state)
             if charge and charge.epsilon:
-                own.log_findings(update)
+                own_update.log_findings(update)
             return question.reply(sent, records)
 
 

@@ -45,7 +45,7 @@ from gradveil.core.secure_noise import SecretKey
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, select, under
 from gradveil.federated.privacy_ledger import FOLDER as DEFAULT
-from gradveil.federated.privacy_ledger import file_name, place
+from gradveil.federated.privacy_ledger import file_name, ledger_file
 from gradveil.integrations.flower.flower_records import Question, Records
 
 LOG = logging.getLogger("flwr.gradveil")
@@ -61,18 +61,18 @@ def named(training: str) -> str:
     return file_name("training", training)
 
 
-def continued(home: Path, training: str, run: str, *, gone: bool = False) -> Path | None:
+def continued(home: Path, training: str, run: str, *, missing: bool = False) -> Path | None:
     """Enter a run as the last of its training; return the state file of the runs before it, if any.
 
     A run that another one has followed is refused: it would continue with an outdated state. If the run's own folder is
-    `gone`, the run continues without the state that was there, and the log has a warning.
+    `missing`, the run continues without the state that was there, and the log has a warning.
     """
     file = home / f"training-{named(training)}"
     runs = _runs(file) if file.exists() else []
     if run in runs[:-1]:
         problem = f"is over: training '{training}' has continued in {runs[-1]}"
         raise fail(run, problem, "stop it, or give the other run's training another name")
-    if run in runs and gone:
+    if run in runs and missing:
         LOG.warning("%s is missing: the state of training '%s' in it is lost", home / run, training)
     if run not in runs:
         runs.append(run)
@@ -83,8 +83,8 @@ def continued(home: Path, training: str, run: str, *, gone: bool = False) -> Pat
         if not (home / before).is_dir():
             remedy = f"put it back, or remove {file}: the training then starts with an empty state"
             raise fail(str(home / before), f"is missing: it holds the state of training '{training}'", remedy)
-        if left := states(home / before):
-            return home / before / f"state-{max(left)}"
+        if rounds := states(home / before):
+            return home / before / f"state-{max(rounds)}"
     return None
 
 
@@ -141,14 +141,14 @@ class Memory:
         """Whether no round has been answered, neither in this run nor in one that it continues."""
         return not self.last and self._before is None
 
-    def key(self, number: int, own: Key | None) -> Address:
-        """Return a new secret for the noise of an answer, or with a fixed key `own` the round's address below it."""
-        if own is None:
+    def key(self, number: int, fixed: Key | None) -> Address:
+        """Return a new secret for the noise of an answer, or with a fixed key `fixed` the round's address below it."""
+        if fixed is None:
             return SecretKey()
         if self._before is not None:
             remedy = "leave the key or the training's name out: without a key every answer has new noise"
             raise fail("key", "repeats the noise of an earlier run of the training", remedy)
-        return own.child(Stream.ROUND, number)
+        return fixed.child(Stream.ROUND, number)
 
     def repeated(self, question: Question) -> Answer | None:
         """Return the answer to repeat if the last round is asked again; refuse an older round or another model."""
@@ -158,7 +158,7 @@ class Memory:
             raise fail("message", f"asks for round {question.number}, but {self.last} has been answered", _TRUST)
         before = _read_answer(self.folder / f"answer-{self.last}", f"wait for round {self.last + 1}")
         same = before.received.keys() == question.received.keys() and all(
-            value.dtype == (now := question.received[name]).dtype and torch.equal(value, now)
+            value.dtype == (received := question.received[name]).dtype and torch.equal(value, received)
             for name, value in before.received.items()
         )
         if not same:
@@ -224,21 +224,21 @@ def opened(context: Context, folder: Path | str | None, training: str | None = N
     if training is not None:
         named(training)
     home = folder / name
-    own = home / f"run-{int(context.run_id)}"
-    gone = not own.is_dir()
+    run = home / f"run-{int(context.run_id)}"
+    missing = not run.is_dir()
     try:
-        make_private(own)
+        make_private(run)
     except OSError as error:
         remedy = f"let the node write there, or choose another folder: --node-config '{FOLDER}=\"...\"'"
-        raise fail(str(own), f"cannot be created: {error.strerror}", remedy) from error
+        raise fail(str(run), f"cannot be created: {error.strerror}", remedy) from error
     with locked(home, f"give every SuperNode its own {IDENTITY}"):
         if training is None:
-            yield Memory(own, None, "")
+            yield Memory(run, None, "")
         else:
             command = ["gradveil", "ledger", "create", "--identity", name, "--training", training]
             command += ["--folder", str(folder)]
-            before = continued(home, training, own.name, gone=gone)
-            yield Memory(own, place(folder, name, training), shlex.join(command), before)
+            before = continued(home, training, run.name, missing=missing)
+            yield Memory(run, ledger_file(folder, name, training), shlex.join(command), before)
 
 
 def identity(context: Context) -> str:

@@ -61,8 +61,8 @@ class OwnUpdate:
         """
         try:
             copied = self.client.objective.copied()
-            own = replace(self, client=replace(self.client, model=copied.model, loss=copied.loss))
-            own._inspect(update, _at_most_warn(self.guard), _at_most_warn(self.leak))
+            copy = replace(self, client=replace(self.client, model=copied.model, loss=copied.loss))
+            copy._inspect(update, _at_most_warn(self.guard), _at_most_warn(self.leak))
         except FOREIGN as error:
             LOG.warning("the update was not inspected: %s: %s", type(error).__name__, error)
 
@@ -81,10 +81,10 @@ class OwnUpdate:
         if (guard, leak) == ("ignore", "ignore"):
             return
         first = first_gradient(self.client, self.params, self.task)
-        shown = exposure(self.client, self.params, self.task.batch, update, self.previous, first, self.last)
-        if shown.unseen:
-            LOG.warning("update: layers that were not inspected: %s", ", ".join(shown.unseen))
-        guarded_update(shown, guard, leak, log_finding)
+        exposed = exposure(self.client, self.params, self.task.batch, update, self.previous, first, self.last)
+        if exposed.unseen:
+            LOG.warning("update: layers that were not inspected: %s", ", ".join(exposed.unseen))
+        guarded_update(exposed, guard, leak, log_finding)
 
 
 def log_finding(finding: Finding) -> None:

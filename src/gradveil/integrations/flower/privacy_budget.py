@@ -99,10 +99,10 @@ def charged(
             return None
         if before is not None and not memory.fresh:
             raise fail(str(memory.ledger), "counts no round, but rounds have been answered", LOST)
-    now = [_spent(client, mechanism, i, batch, unprotected) for i, mechanism in enumerate(privacy.mechanisms)]
+    added = [_spent(client, mechanism, i, batch, unprotected) for i, mechanism in enumerate(privacy.mechanisms)]
     earlier = before.spent if before else []
-    refuse(list(_misfits(str(memory.ledger), earlier, now)))
-    ledger = Ledger(rounds=1 + (before.rounds if before else 0), spent=_added([*earlier, *now]))
+    refuse(list(_misfits(str(memory.ledger), earlier, added)))
+    ledger = Ledger(rounds=1 + (before.rounds if before else 0), spent=_added([*earlier, *added]))
     epsilon, texts = accounted(ledger.spent, limit.delta)
     lost: list[Unit] = [*dict.fromkeys(mechanism.unit for mechanism in privacy.mechanisms)]
     lost = [unit for unit in lost if unit not in epsilon]
@@ -151,13 +151,13 @@ def _spent(client: Client, mechanism: Mechanism, index: int, batch: Batch, unpro
     )
 
 
-def _misfits(file: str, before: Sequence[SpentNoise], now: Sequence[SpentNoise]) -> Iterator[Problem]:
+def _misfits(file: str, before: Sequence[SpentNoise], added: Sequence[SpentNoise]) -> Iterator[Problem]:
     """Report why this round cannot be added to the counted rounds."""
     remedy = "keep defence and sampling through a training, or name another training: privacy spent in both adds up"
-    kinds = [{(spent.mechanism, spent.unit) for spent in counted} for counted in (before, now)]
+    kinds = [{(spent.mechanism, spent.unit) for spent in counted} for counted in (before, added)]
     if before and kinds[0] != kinds[1]:
         yield Problem(file, "counts other mechanisms than this client's", remedy)
-    old, new = ({spent.sampling for spent in counted if spent.unit == "example"} for counted in (before, now))
+    old, new = ({spent.sampling for spent in counted if spent.unit == "example"} for counted in (before, added))
     if old and new and old != new:
         problem = f"counts sums of {min(old)} batches, and this round's are {min(new)}: "
         yield Problem(file, f"{problem}their neighbouring data sets differ", remedy)

@@ -127,13 +127,13 @@ class _Protect:
             promised = charge is not None and bool(charge.epsilon)
             last = memory.previous(question.number) if promised else None
             spend(charge)
-            now = _Defending(question, params, memory.key(question.number, self.key), here.send, state)
+            defending = _Defending(question, params, memory.key(question.number, self.key), here.send, state)
             try:
-                done = self._defended(now, _trained(message, context, call_next), promised)
+                done = self._defended(defending, _trained(message, context, call_next), promised)
             except FOREIGN as error:
                 if promised:
                     # New noise: the computation that failed may contain the noise that was drawn before.
-                    fresh = replace(now, key=memory.key(question.number, None))
+                    fresh = replace(defending, key=memory.key(question.number, None))
                     done = self._idle(fresh, last, f"{type(error).__name__}: {error}")
                 elif isinstance(error, _AppError):
                     return error.reply
@@ -152,9 +152,9 @@ class _Protect:
         here = scheduled(client, question.number - 1)
         return prepared(memory, client, here, _examples(1), self.limit, self.key, unprotected)
 
-    def _defended(self, now: _Defending, reply: Message, promised: bool) -> _Outgoing:
+    def _defended(self, defending: _Defending, reply: Message, promised: bool) -> _Outgoing:
         """Apply the transform to the app's update."""
-        received, params = now.question.received, now.params
+        received, params = defending.question.received, defending.params
         returned = _returned(reply, received)
         content = reply.content
         records = (
@@ -164,23 +164,23 @@ class _Protect:
         update = {name: value - returned[name] for name, value in params.items()}
         if promised and not all_finite(update):
             raise fail("update", "is not finite", "lower the step size, or look at the examples")
-        if now.send is None:
-            return _Outgoing(encoded(update | rest), records, now.state)
+        if defending.send is None:
+            return _Outgoing(encoded(update | rest), records, defending.state)
         count = number_of_examples(records.values())
         if count is None:
             remedy = "put 'num-examples' into the metrics"
             raise fail("reply.metrics", "does not give the number of examples that were used", remedy)
-        update, state = now.sent(update, _examples(count))
+        update, state = defending.sent(update, _examples(count))
         return _Outgoing(encoded(update | rest), records, state)
 
-    def _idle(self, now: _Defending, last: tuple[Answer, int] | None, why: str) -> _Outgoing:
+    def _idle(self, defending: _Defending, last: tuple[Answer, int] | None, why: str) -> _Outgoing:
         """Replace an update that could not be computed by zeros; only the log has the cause."""
         LOG.error("the update cannot be computed, and counts as zeros: %s", why)
         records = _metrics({COUNT: 1} if self.metrics is None else self.metrics)
         if last is not None and self.metrics is None:
             records = last[0].records
-        zeros = {name: torch.zeros_like(value) for name, value in now.params.items()}
-        update, state = now.sent(zeros, _examples(number_of_examples(records.values()) or 1))
+        zeros = {name: torch.zeros_like(value) for name, value in defending.params.items()}
+        update, state = defending.sent(zeros, _examples(number_of_examples(records.values()) or 1))
         return _Outgoing(encoded(update), records, state)
 
     def _rest(self, received: Tensors, returned: Tensors, params: Tensors, promised: bool) -> Tensors:
@@ -200,8 +200,8 @@ class _Protect:
             remedy = "set statistics='keep' (the server's stay) or 'send' (undefended), or normalise without them"
             problems += [Problem(f"arrays.{name}", problem, remedy) for name in changed if is_statistic(name)]
         if promised:
-            for each in problems:
-                LOG.warning("%s", replace(each, remedy=f"it is left out; {each.remedy}"))
+            for dropped in problems:
+                LOG.warning("%s", replace(dropped, remedy=f"it is left out; {dropped.remedy}"))
         else:
             refuse(problems)
         # All or none: the server recognises which of the two from the encoding alone.

@@ -56,7 +56,7 @@ def record(
     node numbers) choose which updates are kept; None keeps all. Private images are recorded only with `truth`.
     `trainable` has the patterns of `Client.trainable` and `protect`, where not all parameters are trained.
     """
-    kept = UpdateRecorder(
+    recorder = UpdateRecorder(
         Path(folder).expanduser(),
         defence=defence,
         local=local,
@@ -65,7 +65,7 @@ def record(
         rounds=rounds,
         clients=clients,
     )
-    return _ModState(kept, truth, trainable)
+    return _ModState(recorder, truth, trainable)
 
 
 @dataclass(frozen=True)

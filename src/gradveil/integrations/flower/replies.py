@@ -99,8 +99,8 @@ class Bounds(Checked):
             scale = 1 + old.abs() + (0 if variance is None else variance.double().clamp(min=0).sqrt())
         change = float(((new - old).abs() / scale).max()) if new.numel() else 0.0
         if not change <= self.max_change:
-            what = f"moves a running statistic by {change:.4g} standard deviations, above {self.max_change:g}"
-            yield Problem(where, what, "give Protected another max_change, or statistics='refuse'")
+            problem = f"moves a running statistic by {change:.4g} standard deviations, above {self.max_change:g}"
+            yield Problem(where, problem, "give Protected another max_change, or statistics='refuse'")
 
     def outliers(self, norms: Sequence[float]) -> Iterator[tuple[int, str]]:
         """Yield the replies whose update is too large compared with the round's others, each with the reason.
@@ -112,8 +112,11 @@ class Bounds(Checked):
         usual = sorted(norms)[len(norms) // 2]
         for index, size in enumerate(norms):
             if usual > 0 and size > self.max_ratio * usual:
-                what = f"has the norm {size:.4g}, above {self.max_ratio:g} times the round's median {usual:.4g}"
-                yield index, str(Problem("reply, update", what, "give Protected another max_ratio if this is honest"))
+                problem = f"has the norm {size:.4g}, above {self.max_ratio:g} times the round's median {usual:.4g}"
+                yield (
+                    index,
+                    str(Problem("reply, update", problem, "give Protected another max_ratio if this is honest")),
+                )
 
 
 def norm(update: Mapping[str, Tensor]) -> float:
@@ -158,11 +161,13 @@ class NeededMetrics:
     def of(strategy: Strategy, also: Sequence[str], most: float | None, training: bool = True) -> NeededMetrics:
         """Collect the metrics that a strategy and the strategies it wraps need, and `also` those named by the user."""
         strategies = list(_wrapped(strategy))
-        weights = {str(key) for one in strategies if (key := getattr(one, "weighted_by_key", None))}
-        losses = {str(key) for one in strategies if (key := getattr(one, "train_loss_key", None))}
-        bits = {_NORM_BIT for one in strategies if isinstance(one, DifferentialPrivacyClientSideAdaptiveClipping)}
+        weights = {str(key) for wrapped in strategies if (key := getattr(wrapped, "weighted_by_key", None))}
+        losses = {str(key) for wrapped in strategies if (key := getattr(wrapped, "train_loss_key", None))}
+        bits = {
+            _NORM_BIT for wrapped in strategies if isinstance(wrapped, DifferentialPrivacyClientSideAdaptiveClipping)
+        }
         numbers = {*also, *losses, *bits} if training else set[str]()
-        equal = any(getattr(one, "accountant", None) is not None for one in strategies)
+        equal = any(getattr(wrapped, "accountant", None) is not None for wrapped in strategies)
         return NeededMetrics(frozenset(weights), frozenset(numbers - weights), most or _MOST_WEIGHT, equal)
 
     def read(self, content: RecordDict) -> Metrics:
@@ -313,21 +318,23 @@ class Protected(Strategy):
         answers = list(replies)
         failed = [reply for reply in answers if reply.has_error()]
         decoded_replies = list(self._decode(reply for reply in answers if not reply.has_error()))
-        large = dict(self.bounds.outliers([one.norm for one in decoded_replies]))
+        large = dict(self.bounds.outliers([item.norm for item in decoded_replies]))
         for index, reason in large.items():
             self._refuse(decoded_replies[index].reply.metadata.src_node_id, reason)
-        accepted = [one for index, one in enumerate(decoded_replies) if index not in large]
-        for one, shared in zip(accepted, shared_metrics(self._round, [one.metrics for one in accepted]), strict=True):
-            one.reply.content = RecordDict({one.name: one.arrays, RECORD: shared})
-        kept = [one.reply for one in accepted]
-        if len(kept) + len(failed) < len(answers):
-            number = len(answers) - len(failed) - len(kept)
+        accepted = [item for index, item in enumerate(decoded_replies) if index not in large]
+        for item, shared in zip(
+            accepted, shared_metrics(self._round, [item.metrics for item in accepted]), strict=True
+        ):
+            item.reply.content = RecordDict({item.name: item.arrays, RECORD: shared})
+        passed = [item.reply for item in accepted]
+        if len(passed) + len(failed) < len(answers):
+            number = len(answers) - len(failed) - len(passed)
             LOG.warning("round %d: %d of %d replies were refused", server_round, number, len(answers))
-        if not kept and len(answers) > len(failed):
+        if not passed and len(answers) > len(failed):
             LOG.error("round %d: no reply was accepted, the model stays as it was", server_round)
             return None, None
         _, before = next(iter(self._asked.values()), ("", ArrayRecord()))
-        arrays, metrics = self.strategy.aggregate_train(server_round, [*kept, *failed])
+        arrays, metrics = self.strategy.aggregate_train(server_round, [*passed, *failed])
         after = None if arrays is None else _as_before(arrays, before)
         if after is not None and not all(np.isfinite(array.numpy()).all() for array in after.values()):
             LOG.error("round %d: the aggregate is not finite, the model stays as it was", server_round)
@@ -375,7 +382,7 @@ class Protected(Strategy):
         answers = list(replies)
         failed = [reply for reply in answers if reply.has_error()]
         needed = NeededMetrics.of(self.strategy, (), self.bounds.max_examples, training=False)
-        unanswered, kept, values = set(self._evaluating), list[Message](), list[Metrics]()
+        unanswered, accepted, values = set(self._evaluating), list[Message](), list[Metrics]()
         for reply in (reply for reply in answers if not reply.has_error()):
             node = reply.metadata.src_node_id
             try:
@@ -383,14 +390,14 @@ class Protected(Strategy):
                     raise fail("reply", "was not asked for, or comes a second time", "find out who sends it")
                 unanswered.remove(node)
                 values.append(needed.read(reply.content))
-                kept.append(reply)
+                accepted.append(reply)
             except GradveilError as error:
                 self._refuse(node, str(error))
-        for reply, metrics in zip(kept, shared_metrics(server_round, values), strict=True):
+        for reply, metrics in zip(accepted, shared_metrics(server_round, values), strict=True):
             reply.content = RecordDict({RECORD: metrics})
-        if not kept and len(answers) > len(failed):
+        if not accepted and len(answers) > len(failed):
             return None
-        return self.strategy.aggregate_evaluate(server_round, [*kept, *failed])
+        return self.strategy.aggregate_evaluate(server_round, [*accepted, *failed])
 
     def summary(self) -> None:
         """Log the settings."""
@@ -400,9 +407,9 @@ class Protected(Strategy):
 
 def _as_before(arrays: ArrayRecord, before: ArrayRecord) -> ArrayRecord:
     """Give the aggregate the dtypes of the sent model: some strategies widen them, and turn counts into floats."""
-    kept: dict[str, Array] = {}
+    converted: dict[str, Array] = {}
     for name, array in arrays.items():
         values, dtype = array.numpy(), np.dtype(before[name].dtype if name in before else array.dtype)
         whole = np.rint(values) if dtype.kind in "iu" else values
-        kept[name] = array if values.dtype == dtype else Array(np.asarray(whole.astype(dtype)))
-    return ArrayRecord(kept)
+        converted[name] = array if values.dtype == dtype else Array(np.asarray(whole.astype(dtype)))
+    return ArrayRecord(converted)

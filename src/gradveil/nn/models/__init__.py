@@ -110,7 +110,8 @@ def build(name: str, *, channels: int, size: int, classes: int, generator: Gener
         )
     entry = MODELS.get(name)
     if entry is None:
-        remedy = f"{suggestion(name, ALL_MODELS, 'gradveil list models')}; of a library: hf:NAME, timm:NAME, torchvision:NAME; or give your own as 'pkg.module:factory'"
+        others = "of a library: hf:NAME, timm:NAME, torchvision:NAME; or give your own as 'pkg.module:factory'"
+        remedy = f"{suggestion(name, ALL_MODELS, 'gradveil list models')}; {others}"
         refuse([*problems, Problem("model.name", f"unknown model '{name}'", remedy)])
     assert entry is not None
     refuse([*problems, *_unknown(options, set(entry.defaults) - set(sizes)), *_wrong(options, entry.defaults)])

@@ -55,22 +55,22 @@ class Waiting(FedAvg):
 
 def insist(grid, strategy, number, arrays):
     """One reply of each client: nodes that appear are asked too, and those that failed are asked again."""
-    asked, waiting, found = set(), set(), {}
-    while len(found) < 2:
+    question, waiting, result = set(), set(), {}
+    while len(result) < 2:
         messages = list(strategy.configure_train(number, arrays, ConfigRecord(), grid))
         present = {message.metadata.dst_node_id for message in messages}
-        found = {client: reply for client, reply in found.items() if reply.metadata.src_node_id in present}
-        new = [message for message in messages if message.metadata.dst_node_id not in asked]
+        result = {client: reply for client, reply in result.items() if reply.metadata.src_node_id in present}
+        new = [message for message in messages if message.metadata.dst_node_id not in question]
         waiting |= set(grid.push_messages(new))
-        asked |= {message.metadata.dst_node_id for message in new}
+        question |= {message.metadata.dst_node_id for message in new}
         for reply in grid.pull_messages(waiting):
             waiting.discard(reply.metadata.reply_to_message_id)
             if reply.has_error():
-                asked.discard(reply.metadata.src_node_id)
+                question.discard(reply.metadata.src_node_id)
             else:
-                found[reply.content["metrics"]["partition"]] = reply
+                result[reply.content["metrics"]["partition"]] = reply
         time.sleep(0.2)
-    return list(found.values())
+    return list(result.values())
 
 
 def until_enough(grid, strategy, arrays):
