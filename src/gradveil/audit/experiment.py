@@ -23,6 +23,7 @@ from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Domain, Loss
 from gradveil.data import Dataset
 from gradveil.defences import Defence, parse
+from gradveil.federated.training_setup import TrainingSetting
 from gradveil.federated.training_state import Standing
 from gradveil.nn.module_paths import count_classes
 from gradveil.nn.weight_files import put_weights
@@ -51,6 +52,8 @@ class Experiment:
     """Whose updates are attacked: of simulated clients, of a training's, or recorded ones."""
     weights: Tensors = field(default_factory=dict[str, Tensor])
     """Trained parameters: of the undefended model, or of a defended one that has more; empty for initial ones."""
+    cost: TrainingSetting | None = None
+    """The trainings that measure what each defence costs in accuracy; None where it is not measured, or by `source`."""
     unfit: Mapping[tuple[int, str, str], str] = field(default_factory=dict[tuple[int, str, str], str])
     """(client, defence, attack) -> why the attack does not apply there: such trials are told, and not attacked."""
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 from torch import Tensor
 
-from gradveil.audit.attack_selection import Attacker, Method, stands_for_many
+from gradveil.audit.attack_selection import Attacker, Method, stands_for_many, without_aim
 from gradveil.audit.audit_config import BUDGET, FREE
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.formatting import listing, plural
@@ -397,7 +397,7 @@ def _foreign(info: Mapping[str, Any], name: str, config: Mapping[str, Any]) -> I
         "seed": config.get("seeds") or (),
         "threshold": [value for value in [config.get("threshold")] if value is not None],
         "defence": () if info.get("control") else config.get("defences") or (),
-        "attack": () if many else attacks,
+        "attack": () if many else without_aim(attacks),
     }
     for key, values in planned.items():
         if values and key in info and info[key] not in values:

@@ -83,7 +83,7 @@ def audit(
     Options override the run file. The same command continues where it stopped and repeats no finished trial.
     """
     from gradveil.audit.gate import Accepted
-    from gradveil.audit.recorded_updates import settled
+    from gradveil.audit.recorded.recorded_updates import settled
     from gradveil.audit.run_directory import TRAINING
     from gradveil.cli import audit_steps
 
@@ -107,6 +107,6 @@ def audit(
         place.check(workers)
         experiment, warnings = audit_steps.open_run(config, folder, data_dir)
         trials = audit_steps.run_trials(experiment, warnings, folder, fresh, data_dir, workers, place, command)
-    audit_steps.show_trials(trials, experiment.config, as_json, folder, Detail(every, explain))
+    audit_steps.show_trials(experiment.config, as_json, folder, Detail(every, explain))
     audit_steps.warn_of_code(trials, config, folder / TRAINING if trained else None)
     return audit_steps.judge(trials, folder, as_json, fail_above, accepted)

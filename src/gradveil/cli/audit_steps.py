@@ -14,16 +14,16 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from gradveil.audit.attack_selection import is_adaptive, trials
+from gradveil.audit.attack_selection import is_adaptive, trials, without_aim
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.audit_run import describe, run, site
 from gradveil.audit.display import Screen
 from gradveil.audit.experiment import Experiment
-from gradveil.audit.findings import findings
+from gradveil.audit.findings import findings_of
 from gradveil.audit.gate import Accepted, gate
 from gradveil.audit.preflight import open_experiment
-from gradveil.audit.recorded_attack import NO_SCORE
-from gradveil.audit.recorded_updates import open_observed
+from gradveil.audit.recorded.recorded_attack import NO_SCORE
+from gradveil.audit.recorded.recorded_updates import open_observed
 from gradveil.audit.run_directory import TRAINING, Store, Trial, load_run
 from gradveil.audit.run_file import assemble, read
 from gradveil.audit.run_warnings import closed_forms, widened
@@ -31,14 +31,16 @@ from gradveil.audit.sources import TrainingSource
 from gradveil.audit.trial import sharing
 from gradveil.cli.audit_output import show_gate, show_outcome
 from gradveil.cli.shared_options import Detail, Place, again
-from gradveil.cli.training_output import show_round, warn
+from gradveil.cli.training_output import show_end, show_round, warn
 from gradveil.core.errors import fail
+from gradveil.core.formatting import plural
 from gradveil.core.user_code import outdated
 from gradveil.federated.training_config import UNSEEN
 from gradveil.federated.training_run import TRAINING_RUN, load_summaries
 from gradveil.federated.training_run import describe as describe_training
 from gradveil.federated.training_run import run as train
 from gradveil.federated.training_run import site as train_site
+from gradveil.federated.training_setup import trials as trainings
 from gradveil.report import write_report
 from gradveil.report.pareto import as_object
 from gradveil.runs.pool import cores
@@ -60,7 +62,7 @@ def warn_of_code(trials: Sequence[Trial], config: RunConfig, training: Path | No
     """Warn of results computed with other versions of custom code."""
     versions = [trial.info.get("code", {}) for trial in trials]
     versions += [summary.get("code", {}) for summary in load_summaries(training)] if training else []
-    warn(outdated(versions, (config.model.name, *config.defences, *config.attacks)))
+    warn(outdated(versions, (config.model.name, *config.defences, *without_aim(config.attacks))))
 
 
 def judge(
@@ -84,6 +86,8 @@ def read_config(
         raise fail("--train", "does not go with --observed: those updates were made elsewhere", "leave out one of them")
     if name is not None:
         config = read(name, overrides, settings, trained)
+        if config.observed is not None:  # where they were trained, their accuracy was measured
+            config = config.model_copy(update={"cost": None})
         if config.observed is not None and config.train is not None:
             raise fail(
                 "observed", "does not go with a training: those updates were made elsewhere", "leave out --train"
@@ -147,15 +151,23 @@ def run_trials(
 def _train(
     experiment: Experiment, folder: Path, data_dir: Path | None, at: Callable[[Site], Scheduler], command: str
 ) -> None:
-    """Run the unfinished trainings that the audit attacks, and keep their states."""
-    plan, console = experiment.config.train, Console(stderr=True, soft_wrap=True, markup=False)
-    if plan is None or not isinstance(experiment.source, TrainingSource):
+    """Run the unfinished trainings that the audit attacks, or that measure accuracies, and keep their states."""
+    plan, console = experiment.config.trainings, Console(stderr=True, soft_wrap=True, markup=False)
+    setting = experiment.source.setting if isinstance(experiment.source, TrainingSource) else experiment.cost
+    if plan is None or setting is None:
         return
-    setting = experiment.source.setting
+    tell = partial(show_round, console, plan.rounds)
+    if experiment.config.train is None:
+        rounds = plural(plan.rounds, "round")
+        console.print(
+            f"{plural(len(trainings(setting.config)), 'training')} of {rounds} for the accuracy of each defence"
+        )
+        tell = partial(show_end, console)
     schedule = at(train_site(setting, data_dir))
     info = describe_training(setting.config, command, setting.weights, setting.data.identities())
+    stages = experiment.config.train.stages if experiment.config.train else ()
     with TRAINING_RUN.opened(folder, info):
-        train(setting, folder, partial(show_round, console, plan.rounds), schedule, at=plan.stages)
+        train(setting, folder, tell, schedule, at=stages)
 
 
 def command_of(name: str | None, overrides: dict[str, Any], settings: Sequence[str], flags: Sequence[str]) -> str:
@@ -170,11 +182,12 @@ def command_of(name: str | None, overrides: dict[str, Any], settings: Sequence[s
     return shlex.join([*words, *flags])
 
 
-def show_trials(trials: Sequence[Trial], config: RunConfig, as_json: bool, folder: Path, shown: Detail) -> None:
-    """Print the results as text or JSON."""
-    if not trials:
+def show_trials(config: RunConfig, as_json: bool, folder: Path, shown: Detail) -> None:
+    """Print the results of a run directory as text or JSON."""
+    run = load_run(folder)
+    if not run.trials:
         raise fail("audit", "has no results", "run it again")
     if as_json:
-        typer.echo(json.dumps(as_object([findings(trials)]), indent=1))
+        typer.echo(json.dumps(as_object([findings_of(run)]), indent=1))
     else:
-        show_outcome(findings(trials), config.resolved(), folder, shown)
+        show_outcome(findings_of(run), config.resolved(), folder, shown)

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from rich.text import Text
 
-from gradveil.audit.findings import findings
+from gradveil.audit.findings import findings, findings_of
 from gradveil.audit.run_directory import RUN, TRAINING, Trial, load_run
 from gradveil.cli.audit_output import show_outcome
 from gradveil.cli.shared_options import Detail, kept
@@ -40,7 +40,7 @@ class Audits:
     def __init__(self, folders: Sequence[Path]) -> None:
         """Read them; reject damaged ones."""
         self.runs = [load_run(folder) for folder in folders]
-        self.findings = [findings(run.trials) for run in self.runs]
+        self.findings = [findings_of(run) for run in self.runs]
 
     @property
     def finished(self) -> bool:

@@ -8,13 +8,14 @@ from typing import Any
 from gradveil.audit.attack_check import STATES, descent, examine
 from gradveil.audit.attack_check import guesses as only_guesses
 from gradveil.audit.attack_selection import ATTACKERS, POSITIONS
+from gradveil.audit.defence_costs import costs_of
 from gradveil.audit.findings import Findings, findings, headline, hits, strongest
 from gradveil.audit.result_rows import BASELINES, Row, TrialSetting
 from gradveil.audit.run_directory import Run, Trial
-from gradveil.audit.run_warnings import proven
 from gradveil.audit.threat_model import scope, threat_model
 from gradveil.audit.verdict import Verdict
 from gradveil.core.formatting import interval, listing, percent, plural, size
+from gradveil.federated.training_groups import proven
 from gradveil.report import method, pareto, plots, trial_table
 from gradveil.report.page import PageSection, card, frame, render, section
 from gradveil.report.pictures import Album, contact_sheet, data_uri, pairs, png
@@ -64,7 +65,7 @@ def context(run: Run) -> dict[str, Any]:
     failed = [trial for trial in run.trials if trial.broken]
     finished = [trial for trial in run.trials if trial.failed is None]
     empty = [trial for trial in run.trials if trial.failed is not None]
-    result = findings([*finished, *empty])
+    result = findings([*finished, *empty], costs_of(run), str(run.info.get("command", "")))
     every = result.finished
     rows = [row for row in every if row.trial.unscored is None]
     unscored = [row for row in every if row.trial.unscored is not None]
@@ -116,6 +117,7 @@ def _title(run: Run, result: Findings, config: Mapping[str, Any]) -> dict[str, A
     return {
         "subtitle": several if len(settings) > 1 else "".join(setting.title() for setting in settings),
         "verdict": result.sentence,
+        "recommendation": result.recommendation,
         "threat": threat_model(result.finished, config),
         "scope": scope([row for row in result.finished if not row.is_control], config),
         "planned": planned,

@@ -326,9 +326,16 @@ def as_object(runs: Sequence[Findings]) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "verdict": sentence_of(runs),
+        "recommendation": _recommendation(runs),
         "settings": [entry for each in runs for entry in each.settings],
         "trials": [entry for each in runs for entry in trials_with_fronts(each)],
     }
+
+
+def _recommendation(runs: Sequence[Findings]) -> dict[str, Any] | None:
+    """Return what a run recommends; None for several runs, each of which has its own."""
+    found = runs[0].recommendation if len(runs) == 1 else None
+    return found and found.as_object()
 
 
 def trials_with_fronts(run: Findings) -> list[dict[str, Any]]:

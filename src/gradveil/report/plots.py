@@ -14,8 +14,8 @@ from gradveil.audit.attack_selection import ATTACKERS
 from gradveil.audit.result_rows import BudgetPoint, Row, TrialSetting
 from gradveil.audit.verdict import LEVELS, Verdict, strength
 from gradveil.core.formatting import interval, listing, number, percent, size
+from gradveil.federated.training_groups import TrainingGroup
 from gradveil.report.pareto import AXES, ParetoChart, Spot, View, cost, when
-from gradveil.report.training_groups import TrainingGroup
 
 
 def training_curves(groups: Sequence[TrainingGroup]) -> list[dict[str, Any]]:
