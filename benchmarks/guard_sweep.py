@@ -2,11 +2,11 @@
 
     python -m benchmarks.guard_sweep [--data-dir FOLDER] [--starts 0 300] [--output FILE.csv]
 
-Honest models (`tests/federated/honest.py`) answer batches of 8 to 256 bundled digits, crafted ones
-(`tests/federated/crafted.py`) batches of 8 to 64. With MNIST's files a perceptron 784-1024-64-10 is looked at too,
-fresh and trained, with quantile biases in all, half, a quarter and a tenth of its first units. One line is one batch at
-one model, by the layer that shows most. `read` is what an attack in closed form recovers that knows nothing of the
-guard.
+Honest models (`tests/federated/honest_models.py`) answer batches of 8 to 256 bundled digits, crafted ones
+(`tests/federated/malicious_models.py`) batches of 8 to 64. With MNIST's files a perceptron 784-1024-64-10 is looked at
+too, fresh and trained, with quantile biases in all, half, a quarter and a tenth of its first units. One line is one
+batch at one model, by the layer that shows most. `read` is what an attack in closed form recovers that knows nothing
+of the guard.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from gradveil.data import load
 from gradveil.federated.model_inspection import inspect
 from gradveil.federated.update_inspection import Exposure, exposure
 from gradveil.nn.models import build
-from tests.federated.crafted import CRAFTED, PRIVATE, PUBLIC, Net, gradient, reconstructed
-from tests.federated.honest import HONEST, convnet
+from tests.federated.honest_models import HONEST, convnet
+from tests.federated.malicious_models import CRAFTED, PRIVATE, PUBLIC, Net, gradient, reconstructed
 
 COLUMNS = (
     *("kind", "model", "batch", "start", "layer", "live", "alone", "owners", "singled", "effective", "heard", "snr"),

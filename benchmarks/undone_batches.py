@@ -25,7 +25,7 @@ from torch import nn
 
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.protocol import in_closed_form
-from gradveil.attacks.undo import undone
+from gradveil.attacks.undo_batch_defence import undone
 from gradveil.audit.attack_selection import trials
 from gradveil.audit.baselines import baseline, expected_of
 from gradveil.audit.preflight import open_experiment

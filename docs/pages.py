@@ -19,15 +19,24 @@ Public = Function | ast.ClassDef
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Leave pages out of the navigation that are not written, and add the reference to it."""
-    pages = [page for page in config.nav or [] if all((Path(config.docs_dir) / p).exists() for p in page.values())]
-    config.nav = [*pages, {"Reference": [{name: f"reference/{name}.md"} for name in reference()]}]
+    pages = [each for each in (written(entry, Path(config.docs_dir)) for entry in config.nav or []) if each]
+    config.nav = [*pages, {"Code": [{name: f"reference/api/{name}.md"} for name in reference()]}]
     return config
+
+
+def written(entry: dict[str, Any], docs: Path) -> dict[str, Any]:
+    """Return an entry of the navigation without the pages that do not exist."""
+    ((title, target),) = entry.items()
+    if isinstance(target, str):
+        return entry if (docs / target).exists() else {}
+    pages = [each for each in (written(below, docs) for below in target) if each]
+    return {title: pages} if pages else {}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the reference pages."""
     for name, text in reference().items():
-        files.append(File.generated(config, f"reference/{name}.md", content=text))
+        files.append(File.generated(config, f"reference/api/{name}.md", content=text))
     return files
 
 

@@ -13,7 +13,7 @@ from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.defences import parse
-from tests.attacks.scenes import observed, tiny
+from tests.attacks.small_experiments import observed, tiny
 
 
 def dense(*layers, target_clients=3, labels=((0,), (1,), (3,))):

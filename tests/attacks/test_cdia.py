@@ -12,7 +12,7 @@ from gradveil.core.tree import stack
 from gradveil.core.types import Batch
 from gradveil.data import load
 from gradveil.defences import parse
-from tests.attacks.scenes import pictures, psnr
+from tests.attacks.small_experiments import pictures, psnr
 
 
 def defended(text, iterations, attacks=("ig-scheliga", "cdia"), target_clients=2):

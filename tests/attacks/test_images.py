@@ -18,7 +18,7 @@ from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.nn.initial_weights import initialise
-from tests.attacks.scenes import tiny
+from tests.attacks.small_experiments import tiny
 
 PUBLIC = Batch(torch.rand(40, 1, 6, 6, generator=Key(3).generator()), torch.arange(40) % 4)
 PRESETS = {

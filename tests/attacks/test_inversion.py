@@ -19,7 +19,7 @@ from gradveil.core.types import Batch
 from gradveil.nn.module_paths import last_layer
 from gradveil.nn.stochastic_layers import VariationalBottleneck
 from gradveil.spaces import ImageSpace
-from tests.attacks.scenes import observed, pictures, tiny
+from tests.attacks.small_experiments import observed, pictures, tiny
 
 ZERO = Key(0)
 SHORT = Inversion("short", tv=1e-3, descent=Descent(Adam(lr=0.1), iterations=50, report=10), restarts=2)

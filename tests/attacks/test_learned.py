@@ -14,7 +14,7 @@ from gradveil.audit.trial import recover
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
-from tests.attacks.scenes import tiny
+from tests.attacks.small_experiments import tiny
 from tests.audit.runs import config
 
 QUICK = "learned(epochs=6, width=300, features=1024)"

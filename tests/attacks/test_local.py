@@ -12,7 +12,7 @@ from gradveil.audit.trial import recover
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.settings import literal
-from tests.attacks.scenes import psnr
+from tests.attacks.small_experiments import psnr
 from tests.audit.runs import config
 
 FEDAVG = {"batch": 4, "local": {"lr": 0.5, "epochs": 2, "batch": 2, "momentum": 0.5}}

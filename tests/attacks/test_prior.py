@@ -27,7 +27,7 @@ from gradveil.core.types import Batch
 from gradveil.nn.normalisation import BatchStatistics, FrozenNorm, running_statistics
 from gradveil.nn.stochastic_layers import Dropout
 from gradveil.nn.surgery import prepare
-from tests.attacks.scenes import observed, psnr, tiny
+from tests.attacks.small_experiments import observed, psnr, tiny
 from tests.audit.runs import config
 
 

@@ -19,7 +19,7 @@ from gradveil.data import load
 from gradveil.nn.initial_weights import initialise
 from gradveil.nn.models import build
 from gradveil.spaces import ImageSpace
-from tests.attacks.scenes import Scene, observed, pictures, psnr
+from tests.attacks.small_experiments import Scene, observed, pictures, psnr
 
 _ZERO, _ONE = torch.zeros(1, 1, 1, dtype=torch.float64), torch.ones(1, 1, 1, dtype=torch.float64)
 

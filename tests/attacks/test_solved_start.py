@@ -9,7 +9,7 @@ from gradveil.attacks.knowledge import Known
 from gradveil.attacks.protocol import Prospect
 from gradveil.client import Client
 from tests.attacks.test_analytic import attack, dense
-from tests.attacks.test_likely import mean_error, sent_by
+from tests.attacks.test_analytic_with_prior import mean_error, sent_by
 
 
 def test_solved_start_is_exact_when_undefended():

@@ -20,7 +20,7 @@ from gradveil.core.types import Batch
 from gradveil.defences import parse
 from gradveil.nn.module_paths import downstream
 from gradveil.nn.stochastic_layers import ConvBottleneck, VariationalBottleneck
-from tests.attacks.scenes import pictures, psnr, tiny
+from tests.attacks.small_experiments import pictures, psnr, tiny
 from tests.audit.runs import config
 
 TARGETED = ("wiig", "gpia", "vbia", "dpia", "pig", "cdia")

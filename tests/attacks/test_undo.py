@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.protocol import Reconstruction, in_closed_form
-from gradveil.attacks.undo import policy_of, undone
+from gradveil.attacks.undo_batch_defence import policy_of, undone
 from gradveil.audit.attack_selection import aimed_at, planted_for, trials
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.result_rows import Row

@@ -16,7 +16,7 @@ from gradveil.core.types import Batch
 from gradveil.defences import parse
 from gradveil.metrics.image_similarity import ssim
 from gradveil.spaces import ImageSpace
-from tests.attacks.scenes import Scene, observed
+from tests.attacks.small_experiments import Scene, observed
 from tests.attacks.test_cdia import defended
 
 TARGET_CLIENTS, SIDE, FEATURES = 12, 5, 80

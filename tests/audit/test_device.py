@@ -38,7 +38,7 @@ RUNS: dict[str, dict[str, Any]] = {
 def test_an_audit_finds_the_same_on_another_device(name: str) -> None:
     settings = {"name": "r", "data": DATA, "model": {"name": "lenet-zhu"}, "client": {"batch": 2}, "target_clients": 2}
     settings |= {"iterations": 3} | RUNS[name]
-    words = [sys.executable, "-m", "tests.elsewhere", json.dumps(settings)]
+    words = [sys.executable, "-m", "tests.fake_device", json.dumps(settings)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

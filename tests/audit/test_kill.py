@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.audit.forks import begin, left_over, workers_of
+from tests.audit.forked_commands import begin, left_over, workers_of
 from tests.audit.runs import without_times
 
 pytestmark = pytest.mark.processes

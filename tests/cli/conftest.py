@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.little import RUN
+from tests.cli.small_run import RUN
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from gradveil.cli import main
 from gradveil.cli.app import run
 from gradveil.cli.audit_output import above_table
 from gradveil.core.errors import INTERRUPTED, GradveilError
-from tests.cli.little import audit
+from tests.cli.small_run import audit
 from tests.report.trials import row
 
 

@@ -13,7 +13,7 @@ from gradveil.core.errors import GradveilError
 from gradveil.runs.pool import Processes
 from gradveil.runs.ray_pool import Cluster
 from gradveil.runs.task import Site, in_process
-from tests.cli.little import RUN
+from tests.cli.small_run import RUN
 
 SITE = Site("package.module:function", {})
 

@@ -16,7 +16,7 @@ from gradveil.audit.run_directory import load_run
 from gradveil.cli.app import run
 from gradveil.cli.run_results import summaries_as_csv
 from tests.audit.runs import config, execute
-from tests.cli.little import audit
+from tests.cli.small_run import audit
 
 LABELS = {*STATES}
 _NOTHING = """{

@@ -10,7 +10,7 @@ from gradveil.core.noise import Key
 from gradveil.core.tree import stack
 from gradveil.core.types import Batch
 from gradveil.defences import parse
-from tests.attacks.scenes import pictures, psnr
+from tests.attacks.small_experiments import pictures, psnr
 
 
 def against_raw(text: str, settings: str, examples: int, target_clients: int):

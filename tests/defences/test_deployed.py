@@ -17,7 +17,7 @@ from gradveil.defences import chain, parse
 from gradveil.defences.additive_noise import Gaussian
 from gradveil.defences.composition import Defence
 from gradveil.defences.deployed_noise import SLACK, ExactClip, Grid, LatticeGaussian, deployed
-from tests.defences.strangers import Faint
+from tests.defences.custom_stages import Faint
 
 EXAMPLES = Batch(torch.linspace(-2, 2, 32).reshape(8, 4).sin(), torch.arange(8) % 3)
 

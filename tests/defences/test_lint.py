@@ -9,7 +9,7 @@ from gradveil.core.types import Batch
 from gradveil.defences import Clip, Defence, chain, parse
 from gradveil.defences.privacy_warnings import MEANINGLESS, suspicions
 from gradveil.theory.accounting import Participation, epsilon
-from tests.defences.strangers import (
+from tests.defences.custom_stages import (
     BATCH,
     PLAIN,
     TRAINED,

@@ -11,7 +11,7 @@ from gradveil.core.noise import Key
 from gradveil.core.tree import select, squared_norm, tmap
 from gradveil.core.types import Context
 from gradveil.defences import Defence, OptimalNoise, OptimalPruning, chain, parse
-from tests.defences.informed import context_of, flat, relu_net, scales, setting
+from tests.defences.optimal_defence_cases import context_of, flat, relu_net, scales, setting
 from tests.laws.cases import CLIENTS, B, T, Tiny, draw, draw_batch
 
 

@@ -9,7 +9,7 @@ from gradveil.core.noise import Key
 from gradveil.core.tree import select
 from gradveil.defences import OptimalPruning, parse
 from gradveil.theory.input_jacobian import exact_squared_row_norms, norms, squared_row_norms
-from tests.defences.informed import flat, relu_net, setting
+from tests.defences.optimal_defence_cases import flat, relu_net, setting
 
 
 @pytest.mark.parametrize("scope", ["global", "layer"])

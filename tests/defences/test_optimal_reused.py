@@ -14,7 +14,7 @@ from gradveil.defences.optimal import SHRINK
 from gradveil.gradients.input_sensitivity import example_squared_row_norms
 from gradveil.theory.first_order_utility import privacy_loss
 from gradveil.theory.input_jacobian import exact_squared_row_norms
-from tests.defences.informed import context_of, flat, relu_net
+from tests.defences.optimal_defence_cases import context_of, flat, relu_net
 from tests.laws.cases import Tiny, draw_batch
 
 

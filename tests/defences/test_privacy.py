@@ -16,7 +16,7 @@ from gradveil.defences.privacy_warnings import suspicions
 from gradveil.defences.stage_probes import data_dependent
 from gradveil.spaces import ImageSpace
 from gradveil.theory.accounting import Participation
-from tests.defences.strangers import (
+from tests.defences.custom_stages import (
     BATCH,
     LAYERS,
     PLAIN,

@@ -14,7 +14,7 @@ from gradveil.audit.attack_selection import ATTACKERS
 from gradveil.audit.budgets import restarts_worth
 from gradveil.report.plots import RISING
 
-PAGE = (Path(__file__).parents[2] / "docs" / "threat-models.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "explanation/threat-models.md").read_text("utf-8")
 LINES = [[part.strip() for part in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| `")]
 TABLE = {line[0].strip("`"): line[1:] for line in LINES}
 

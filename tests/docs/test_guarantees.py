@@ -10,7 +10,7 @@ from gradveil.cli.app import run
 from gradveil.defences.privacy_warnings import MEANINGLESS
 from gradveil.theory.accounting import Participation, epsilon
 
-PAGE = (Path(__file__).parents[2] / "docs" / "guarantees.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "explanation/guarantees.md").read_text("utf-8")
 ROWS = re.findall(r"^\| ([\d.]+) \| ([\d.]+) \| (\d+)% \|$", PAGE, re.MULTILINE)
 
 

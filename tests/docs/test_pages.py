@@ -22,14 +22,14 @@ def execute(page):
     return space
 
 
-@pytest.mark.parametrize("page", ["add-a-defence.md", "add-an-attack.md", "add-a-metric.md"])
+@pytest.mark.parametrize("page", ["how-to/write-a-defence.md", "how-to/write-an-attack.md", "how-to/write-a-metric.md"])
 def test_adding_one_takes_at_most_thirty_lines(page):
     for block in blocks(page)[:-1]:
         assert len([line for line in block.splitlines() if line.strip()]) <= 30
 
 
 def test_a_defence_of_the_page_meets_naive_and_knowing_attackers():
-    trials = {(c["defence"], c["attack"]): c for c in execute("add-a-defence.md")["result"].summary()}
+    trials = {(c["defence"], c["attack"]): c for c in execute("how-to/write-a-defence.md")["result"].summary()}
     assert {name for name, _ in trials} == {"none", "sign-bits", "gaussian(std=0.01) + sign-bits"}
     assert all(trial["failed"] is None for trial in trials.values())
     naive, knowing = (trials["sign-bits", f"{name}(iterations=300)"] for name in ("ig", "cdia"))
@@ -37,7 +37,7 @@ def test_a_defence_of_the_page_meets_naive_and_knowing_attackers():
 
 
 def test_attacks_of_the_page_recover_and_pruning_changes_that():
-    trials = {(c["defence"], c["attack"]): c for c in execute("add-an-attack.md")["result"].summary()}
+    trials = {(c["defence"], c["attack"]): c for c in execute("how-to/write-an-attack.md")["result"].summary()}
     assert all(trial["failed"] is None for trial in trials.values())
     assert trials["none", "first-layer"]["psnr_mean"] > 40
     assert trials["prune(0.9)", "first-layer"]["psnr_mean"] < 30
@@ -50,9 +50,9 @@ def test_attacks_of_the_page_recover_and_pruning_changes_that():
 def test_a_metric_of_the_page_is_scored(monkeypatch):
     """The page's function is imported as `mine:edges`, as a user's file is."""
     mine = ModuleType("mine")
-    exec(blocks("add-a-metric.md")[0], vars(mine))
+    exec(blocks("how-to/write-a-metric.md")[0], vars(mine))
     monkeypatch.setitem(sys.modules, "mine", mine)
-    trials = {trial["defence"]: trial for trial in execute("add-a-metric.md")["result"].summary()}
+    trials = {trial["defence"]: trial for trial in execute("how-to/write-a-metric.md")["result"].summary()}
     assert all(trial["failed"] is None for trial in trials.values())
     assert 1 >= trials["none"]["mine:edges_mean"] > trials["prune(0.9)"]["mine:edges_mean"]
 
@@ -79,8 +79,8 @@ def test_the_reference_has_functions_classes_and_tables(monkeypatch):
 
 def test_the_training_of_the_page_says_what_a_defence_costs(capsys):
     space: dict = {"__name__": "docs"}
-    (first,) = (block for block in blocks("training.md") if "gv.train(" in block)
-    exec(compile(first, "training.md", "exec"), space)
+    (first,) = (block for block in blocks("how-to/train-with-defences.md") if "gv.train(" in block)
+    exec(compile(first, "how-to/train-with-defences.md", "exec"), space)
     assert space["result"].accuracy["none"] > 0.5
     assert space["result"].bytes["prune(0.9)"] < space["result"].bytes["none"]
     assert "prune(0.9)" in capsys.readouterr().out

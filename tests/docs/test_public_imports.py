@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
 SCRIPTS = [path for path in sorted((ROOT / "examples").rglob("*.py")) if ".venv" not in path.parts]
 FACE = re.compile(r"gradveil(\.[a-z]+|\.integrations\.flower)?")
 

@@ -12,7 +12,7 @@ from flwr.supernode.cli import flower_supernode
 from gradveil.integrations.flower import node_policy
 from tests.docs.test_pages import DOCS, execute
 
-TEXT = (DOCS / "trust.md").read_text("utf-8")
+TEXT = (DOCS / "explanation/trust.md").read_text("utf-8")
 OPTIONS = {
     "flower-supernode": (
         "--trusted-entities",
@@ -48,5 +48,5 @@ def test_keys_of_the_page_are_the_ones_that_are_obeyed():
 
 
 def test_the_server_of_the_page_is_one():
-    bounds = execute("trust.md")["strategy"].bounds
+    bounds = execute("explanation/trust.md")["strategy"].bounds
     assert (bounds.max_norm, bounds.max_examples, bounds.statistics) == (10.0, 5000, "refuse")

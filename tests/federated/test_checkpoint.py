@@ -13,7 +13,7 @@ from gradveil.core.private_files import DamagedError, seal, unseal, write_privat
 from gradveil.federated.aggregate import Server
 from gradveil.federated.engine import train
 from gradveil.federated.training_state import load_standing, pack_standing, unpack_standing
-from tests.federated.scenes import federation
+from tests.federated.small_federations import federation
 from tests.federated.test_engine import same
 
 

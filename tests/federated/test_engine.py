@@ -20,7 +20,7 @@ from gradveil.federated.training_config import LocalConfig
 from gradveil.federated.training_state import pack_standing, unpack_standing
 from gradveil.federated.update_records import UpdateRecorder, read_recorded
 from gradveil.wire.codec import encoded_size
-from tests.federated.scenes import blobs, federation, net
+from tests.federated.small_federations import blobs, federation, net
 
 
 def same(one, other):

@@ -18,13 +18,14 @@ from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch, Domain
 from gradveil.defences import parse
-from gradveil.federated.isolation import Owned, difference, partners, solved
+from gradveil.federated.isolated_examples import Owned, difference, partners, solved
 from gradveil.federated.model_inspection import inspect
 from gradveil.federated.update_inspection import Exposure, exposure, guarded_update
 from gradveil.gradients.objective import example_gradients
 from gradveil.nn.normalisation import BatchStatistics
 from gradveil.spaces import ImageSpace
-from tests.federated.crafted import (
+from tests.federated.honest_models import HONEST, UNSCALED, batches, initialised, trained
+from tests.federated.malicious_models import (
     CRAFTED,
     PRIVATE,
     PUBLIC,
@@ -44,7 +45,6 @@ from tests.federated.crafted import (
     trap_without_biases,
     unscaled,
 )
-from tests.federated.honest import HONEST, UNSCALED, batches, initialised, trained
 
 LOOSE = {"norm_bias": 0.1, "batch_norm_bias": 0.2}
 """Norms mix a layer's errors: what is read is near the image, and the same share of the variance off no other one."""

@@ -16,7 +16,7 @@ from gradveil.federated.parallel_clients import FEWEST, groups
 from gradveil.federated.training_run import identity
 from gradveil.federated.training_setup import open_setting, trials
 from gradveil.federated.training_state import Standing, load_standing
-from tests.audit.forks import begin
+from tests.audit.forked_commands import begin
 
 pytestmark = pytest.mark.processes
 

@@ -12,7 +12,7 @@ from gradveil.client import Local
 from gradveil.defences.guarantees import NOTHING
 from gradveil.federated.privacy_ledger import guarantee
 from gradveil.theory.accounting import Participation, epsilon
-from tests.federated.scenes import federation
+from tests.federated.small_federations import federation
 from tests.laws.cases import DOMAIN
 
 pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")

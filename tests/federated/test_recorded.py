@@ -17,7 +17,7 @@ from gradveil.federated.engine import train
 from gradveil.federated.training_config import LocalConfig
 from gradveil.federated.update_records import RECORD, UpdateRecorder, read_recorded
 from gradveil.wire.codec import Layout, decode, encode
-from tests.federated.scenes import federation
+from tests.federated.small_federations import federation
 
 PARAMS = {"w": torch.arange(6.0).view(2, 3), "b": torch.zeros(2)}
 UPDATE = {"w": torch.eye(2, 3), "b": torch.tensor([0.5, float(2**-30)])}

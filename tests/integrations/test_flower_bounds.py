@@ -22,7 +22,7 @@ from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.integrations.flower import Protected
 from gradveil.integrations.flower.flower_records import MARK, PACKED, STYPE, encoded, mark, packed, record, tensors
-from tests.integrations.scenes import Loopback, copied
+from tests.integrations.flower_in_process import Loopback, copied
 from tests.integrations.test_flower_strategy import START, UPDATE, changed, good, server
 
 EVERYBODY = {"fraction_evaluate": 0.0, "min_train_nodes": 3, "min_available_nodes": 3}

@@ -25,8 +25,8 @@ from gradveil.federated.privacy_ledger import guarantee, place
 from gradveil.integrations.flower import Protected, answer, protect
 from gradveil.integrations.flower.flower_records import record, tensors
 from gradveil.theory.accounting import Participation, composed, epsilon
-from tests.federated.scenes import federation
-from tests.integrations.scenes import BATCH, Loopback, asked, bits, client, context, helping, ledger
+from tests.federated.small_federations import federation
+from tests.integrations.flower_in_process import BATCH, Loopback, asked, bits, client, context, helping, ledger
 from tests.integrations.test_flower_training import idles
 
 pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
@@ -134,7 +134,7 @@ import os, signal, sys
 from pathlib import Path
 from flwr.supercore.task_identity import TaskIdentity
 from gradveil.integrations.flower import answer, client_memory
-from tests.integrations.scenes import BATCH, asked, client, context
+from tests.integrations.flower_in_process import BATCH, asked, client, context
 TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = 77, 1, 1
 own, folder = client("user-dp(clip=1, sigma=32)"), Path(sys.argv[1])
 answer(asked(1, own), context(), own, BATCH, folder=folder, training="lungs")

@@ -16,8 +16,8 @@ from gradveil.federated.update_inspection import exposure
 from gradveil.integrations.flower import answer, own_update
 from gradveil.integrations.flower.flower_records import record
 from gradveil.nn.initial_weights import initialise
-from tests.federated.crafted import CRAFTED, PRIVATE, moved_quantiles, perceptron
-from tests.integrations.scenes import asked, bits, context, ledger
+from tests.federated.malicious_models import CRAFTED, PRIVATE, moved_quantiles, perceptron
+from tests.integrations.flower_in_process import asked, bits, context, ledger
 
 BATCH = Batch(PRIVATE.inputs[:32], PRIVATE.targets[:32])
 

@@ -17,7 +17,7 @@ from gradveil.defences.dp import Clip
 from gradveil.integrations.flower import answer, protect
 from gradveil.integrations.flower.flower_records import record, tensors, unpacked
 from gradveil.wire.codec import Layout, decode
-from tests.integrations.scenes import asked, bits, client, context, ledger
+from tests.integrations.flower_in_process import asked, bits, client, context, ledger
 
 OWN = client("none", model=nn.Linear(4, 3).double())
 USER = "user-dp(clip=1, sigma=8)"

@@ -19,7 +19,7 @@ from gradveil.integrations.flower import answer, client_memory, protect
 from gradveil.integrations.flower.client_memory import identity, opened
 from gradveil.integrations.flower.flower_records import MARK, Question, mark, record
 from gradveil.wire.codec import Layout, decode
-from tests.integrations.scenes import BATCH, asked, bits, client, context, ledger
+from tests.integrations.flower_in_process import BATCH, asked, bits, client, context, ledger
 
 
 def files(folder):

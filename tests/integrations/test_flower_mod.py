@@ -16,8 +16,8 @@ from gradveil.federated.engine import train as run
 from gradveil.integrations.flower import Protected, protect
 from gradveil.integrations.flower.flower_records import MARK, mark, record, tensors, unpacked
 from gradveil.wire.codec import Layout, decode
-from tests.federated.scenes import federation, net
-from tests.integrations.scenes import Loopback, context, copied, examples
+from tests.federated.small_federations import federation, net
+from tests.integrations.flower_in_process import Loopback, context, copied, examples
 
 START = {"w": torch.arange(1.0, 9.0), "b": torch.zeros(2)}
 

@@ -24,7 +24,7 @@ from gradveil.nn.stochastic_layers import Dropout
 from gradveil.spaces import ImageSpace
 from gradveil.wire.codec import Layout, decode
 from tests.core.test_secure_noise import Own
-from tests.integrations.scenes import BATCH, asked, bits, client, context
+from tests.integrations.flower_in_process import BATCH, asked, bits, client, context
 from tests.integrations.test_flower_training import trains
 
 SEEDS = 1 << 12

@@ -22,8 +22,8 @@ from gradveil.integrations.flower.flower_records import record, tensors
 from gradveil.nn.models import build
 from gradveil.spaces import ImageSpace
 from tests.docs.test_pages import DOCS, blocks
-from tests.federated.scenes import blobs
-from tests.integrations.scenes import Loopback, ledger
+from tests.federated.small_federations import blobs
+from tests.integrations.flower_in_process import Loopback, ledger
 
 
 def own_training(net):
@@ -41,7 +41,7 @@ def own_training(net):
 
 
 def test_ten_lines_protect_an_app(tmp_path):
-    client, server, mod, named, limited, _ = blocks("flower.md")
+    client, server, mod, named, limited, _ = blocks("how-to/protect-a-flower-app.md")
     lines = [line for block in (client, server) for line in block.splitlines() if line.strip()]
     assert len(lines) == 10
 
@@ -50,8 +50,8 @@ def test_ten_lines_protect_an_app(tmp_path):
     space: dict = {"net": net, "images": images.float(), "labels": labels, "FedAvg": FedAvg}
     for source in (client, mod, named, limited):
         space |= {"app": ClientApp(), "your_own_training": own_training(net)}
-        exec(compile(source, "flower.md", "exec"), space)
-        exec(compile(server, "flower.md", "exec"), space)
+        exec(compile(source, "how-to/protect-a-flower-app.md", "exec"), space)
+        exec(compile(server, "how-to/protect-a-flower-app.md", "exec"), space)
         folder = tmp_path / str(len(source))
         for node in range(2):
             ledger(folder, node, "lungs-2026")
@@ -68,11 +68,11 @@ def test_ten_lines_protect_an_app(tmp_path):
 
 
 def test_an_app_is_recorded_as_the_page_says(tmp_path, monkeypatch):
-    *_, recorder = blocks("flower.md")
+    *_, recorder = blocks("how-to/protect-a-flower-app.md")
     monkeypatch.chdir(tmp_path)
     net = nn.Linear(3, 2)
     space: dict = {"app": ClientApp(), "your_own_training": own_training(net)}
-    exec(compile(recorder, "flower.md", "exec"), space)
+    exec(compile(recorder, "how-to/protect-a-flower-app.md", "exec"), space)
     grid = Loopback(space["app"], 2)
     FedAvg(fraction_evaluate=0.0).start(grid, record(dict(net.named_parameters())), num_rounds=2)
     assert not grid.errors
@@ -80,7 +80,11 @@ def test_an_app_is_recorded_as_the_page_says(tmp_path, monkeypatch):
 
 
 def test_the_table_says_which_defences_go_where():
-    rows = re.findall(r"^\| (?:[^|]*: )?([^|:]+) \| (yes|no) \| (yes|no) \|$", (DOCS / "flower.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| (?:[^|]*: )?([^|:]+) \| (yes|no) \| (yes|no) \|$",
+        (DOCS / "how-to/protect-a-flower-app.md").read_text(),
+        re.M,
+    )
     supported = {name: (mod, helper) for names, mod, helper in rows for name in names.split(", ")}
     assert supported.keys() == DEFENCES.keys() - {"none"}
     model = build("lenet-zhu", channels=1, size=16, classes=3, generator=Key(0).generator())

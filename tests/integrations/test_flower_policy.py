@@ -7,7 +7,7 @@ from gradveil.client import Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.integrations.flower import answer, protect
-from tests.integrations.scenes import BATCH, asked, bits, client, context, ledger
+from tests.integrations.flower_in_process import BATCH, asked, bits, client, context, ledger
 from tests.integrations.test_flower_training import idles
 
 DP, USER, HEURISTIC = "dp(clip=1, sigma=16)", "user-dp(clip=1, sigma=32)", "topk(0.5)"

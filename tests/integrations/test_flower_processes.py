@@ -23,7 +23,7 @@ from gradveil.core.noise import Key
 from gradveil.federated.aggregate import Server
 from gradveil.federated.engine import ClientShare, Federation, train
 from gradveil.integrations.flower.flower_records import decoded
-from tests.federated.scenes import federation
+from tests.federated.small_federations import federation
 
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from gradveil.integrations.flower import protect
 from gradveil.integrations.flower import record as recording
 from gradveil.integrations.flower.flower_records import MARK, mark, record, tensors, unpacked
 from gradveil.nn.models import build
-from tests.integrations.scenes import context
+from tests.integrations.flower_in_process import context
 
 START = {"w": torch.arange(1.0, 9.0), "b": torch.zeros(2), "steps": torch.tensor([3])}
 MOVED = {**START, "w": START["w"] - 0.5}

@@ -24,8 +24,8 @@ from gradveil.core.types import Batch
 from gradveil.federated.engine import train
 from gradveil.integrations.flower import Protected, answer
 from gradveil.integrations.flower.flower_records import record, tensors
-from tests.federated.scenes import federation
-from tests.integrations.scenes import Loopback, context, helping
+from tests.federated.small_federations import federation
+from tests.integrations.flower_in_process import Loopback, context, helping
 
 ALL = {"fraction_evaluate": 0.0, "min_train_nodes": 4, "min_available_nodes": 4}
 

@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 from gradveil.integrations.flower import Protected
 from gradveil.integrations.flower.flower_records import MARK, PACKED, encoded, mark, packed, record, tensors
 from gradveil.wire.codec import encode
-from tests.integrations.scenes import Loopback
+from tests.integrations.flower_in_process import Loopback
 
 START = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(2)}
 UPDATE = {"w": torch.full((2, 3), 0.5), "b": torch.tensor([0.0, -1.0])}

@@ -15,7 +15,7 @@ from gradveil.core.noise import Key
 from gradveil.integrations.flower import answer, protect
 from gradveil.integrations.flower.flower_records import record
 from gradveil.wire.codec import Layout, decode
-from tests.integrations.scenes import BATCH, asked, bits, client, context
+from tests.integrations.flower_in_process import BATCH, asked, bits, client, context
 
 SPARSE = "topk(0.3, feedback=true)"
 

@@ -14,7 +14,7 @@ from gradveil.nn.check import check
 from gradveil.nn.initial_weights import drawing_from
 from gradveil.nn.models import MODELS, build
 from gradveil.nn.stochastic_layers import with_dropout
-from tests.nn.faulty import (
+from tests.nn.unsuitable_models import (
     Apply,
     FunctionalNorm,
     Holding,

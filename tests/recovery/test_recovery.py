@@ -9,8 +9,8 @@ from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.data import load
-from tests.attacks.scenes import observed, pictures, psnr
-from tests.attacks.test_pooled import PUBLIC, watched
+from tests.attacks.small_experiments import observed, pictures, psnr
+from tests.attacks.test_many_rounds import PUBLIC, watched
 
 
 @pytest.mark.parametrize(

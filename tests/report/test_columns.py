@@ -12,7 +12,7 @@ import pytest
 from gradveil.audit.run_directory import load_run
 from gradveil.report import audit_page
 from gradveil.report.trial_table import COLUMNS
-from tests.report.reading import read
+from tests.report.parsed_page import read
 from tests.report.runs import write_run
 
 

@@ -14,7 +14,7 @@ from gradveil.report import write_report
 from tests.audit.runs import config, execute
 from tests.federated.test_run import config as training_config
 from tests.federated.test_run import trained
-from tests.report.crafted import crafted
+from tests.report.hostile_json import crafted
 from tests.report.runs import write_run
 
 

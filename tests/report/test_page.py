@@ -15,7 +15,7 @@ from gradveil.audit.run_directory import Trial, load_run
 from gradveil.core.errors import GradveilError
 from gradveil.report import audit_page, write_report
 from gradveil.report.plots import points
-from tests.report.reading import EVIL, read
+from tests.report.parsed_page import EVIL, read
 from tests.report.runs import CASES, failed_trial, played, write_run
 
 

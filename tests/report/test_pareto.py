@@ -24,7 +24,7 @@ from gradveil.report.method import guarantees
 from gradveil.report.pareto import AXES, ParetoChart, Spot, charts, front_of, fronts_by_defence
 from gradveil.report.plots import fronts
 from tests.audit.test_training import RUN
-from tests.report.reading import read
+from tests.report.parsed_page import read
 from tests.report.trials import row
 
 ACCURACY, BYTES, SECONDS = AXES

@@ -21,7 +21,7 @@ from gradveil.audit.verdict import LEVELS, Level
 from gradveil.cli.app import run as command
 from gradveil.cli.audit_output import show_gate
 from gradveil.report import write_report
-from tests.report.reading import read
+from tests.report.parsed_page import read
 from tests.report.trials import BARE, HEALTHY, row
 
 NAIVE: dict[str, Any] = {"simulated_client": "naive"}

@@ -20,7 +20,7 @@ from gradveil.federated.training_run import failure, load_training
 from gradveil.federated.training_setup import trials
 from gradveil.report import write_report
 from gradveil.report.training_page import context, training_page
-from tests.report.reading import EVIL, read
+from tests.report.parsed_page import EVIL, read
 from tests.report.trainings import DP, LOST, TOPK, trained
 
 pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")

@@ -29,8 +29,8 @@ from tests.audit.runs import Silent, config
 from tests.audit.test_kill import results
 from tests.federated.test_run import config as train_config
 from tests.federated.test_run import timeless, trained
-from tests.schedule.rays import bridges, gone, kill_at_start, kill_desk, members, standing_cluster
-from tests.schedule.sites import deadly
+from tests.schedule.ray_clusters import bridges, gone, kill_at_start, kill_desk, members, standing_cluster
+from tests.schedule.worker_sites import deadly
 
 pytestmark = pytest.mark.processes
 
@@ -73,7 +73,7 @@ def test_a_killed_actor_is_replaced_and_messages_may_be_large(tmp_path: Path) ->
     setting = {"marks": str(tmp_path), "kills": {"2": 1}}
     heard: list[Parcel] = []
     job = Job(deadly(setting), lambda n: Parcel({"number": n}, b"\n" * 9_000_000), lambda n, news: heard.append(news))
-    with Cluster(Site("tests.schedule.sites:deadly", setting), RAYS)(job, [1, 2, 3]) as done:
+    with Cluster(Site("tests.schedule.worker_sites:deadly", setting), RAYS)(job, [1, 2, 3]) as done:
         (session,) = bridges(os.getpid())
         found = dict(done)
         assert len([called for called in members(session).values() if called.startswith(b"ray::Desk")]) <= RAYS
@@ -94,7 +94,9 @@ def test_an_actor_that_is_killed_while_it_starts_is_replaced_within_seconds(tmp_
             time.sleep(0.02)
         times.append(time.monotonic())
 
-    with Cluster(Site("tests.schedule.sites:deadly", {"marks": str(tmp_path), "kills": {}}), 1)(job, [1]) as done:
+    with Cluster(Site("tests.schedule.worker_sites:deadly", {"marks": str(tmp_path), "kills": {}}), 1)(
+        job, [1]
+    ) as done:
         killer = threading.Thread(target=kill)
         killer.start()
         assert dict(done) == {1: Parcel({"did": 1})}
@@ -139,7 +141,7 @@ def test_what_cannot_begin_says_why(standing: tuple[str, int]) -> None:
     address, _ = standing
     job: Job[int] = Job(deadly({}), lambda n: Parcel({}), lambda n, news: None)
     for cluster, said in (
-        (Cluster(Site("tests.schedule.sites:refusing", {}), 1, address=address), "OSError: the disk has gone"),
+        (Cluster(Site("tests.schedule.worker_sites:refusing", {}), 1, address=address), "OSError: the disk has gone"),
         (
             Cluster(Site("x:y", {}), 3, address=address),
             "need 3 CPUs, and of the cluster 2 of 2 CPUs and 0 of 0 GPUs are free",

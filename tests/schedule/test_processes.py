@@ -11,7 +11,7 @@ import pytest
 from gradveil.core.errors import GradveilError
 from gradveil.runs.pool import Processes
 from gradveil.runs.task import Job, Parcel, Site, in_process
-from tests.schedule.sites import deadly
+from tests.schedule.worker_sites import deadly
 
 pytestmark = pytest.mark.processes
 
@@ -30,7 +30,7 @@ def job(setting: dict[str, Any], heard: list[Parcel]) -> Job[int]:
 def test_killed_workers_are_replaced_and_one_that_always_dies_fails_its_task(tmp_path: Path) -> None:
     setting = {"marks": str(tmp_path), "kills": {"2": 1, "3": 9}}
     heard: list[Parcel] = []
-    processes = Processes(Site("tests.schedule.sites:deadly", setting), 2)
+    processes = Processes(Site("tests.schedule.worker_sites:deadly", setting), 2)
     with processes(job(setting, heard), [1, 2, 3]) as done:
         found = dict(done)
     assert found == {
@@ -45,7 +45,7 @@ def test_killed_workers_are_replaced_and_one_that_always_dies_fails_its_task(tmp
 
 
 def test_a_worker_that_cannot_begin_says_why(tmp_path: Path) -> None:
-    processes = Processes(Site("tests.schedule.sites:refusing", {}), 1)
+    processes = Processes(Site("tests.schedule.worker_sites:refusing", {}), 1)
     with (
         pytest.raises(GradveilError, match="workers: OSError: the disk has gone"),
         processes(job({}, []), [1]) as done,

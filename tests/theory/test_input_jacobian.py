@@ -11,7 +11,7 @@ from gradveil.core.types import Batch
 from gradveil.gradients.objective import mean_gradient
 from gradveil.nn.models import build
 from gradveil.theory.input_jacobian import exact_squared_row_norms, jacobian, norms, probe_noise, squared_row_norms
-from tests.defences.informed import relu_net
+from tests.defences.optimal_defence_cases import relu_net
 from tests.laws.cases import Tiny, draw_batch
 
 

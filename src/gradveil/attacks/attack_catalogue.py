@@ -41,7 +41,7 @@ from gradveil.attacks.learned import Learned
 from gradveil.attacks.malicious.fishing import SEARCHED, Fishing, fishing
 from gradveil.attacks.malicious.planted_block import Imprint, Trap
 from gradveil.attacks.many_rounds import averaging, glaus
-from gradveil.attacks.undo import undoing
+from gradveil.attacks.undo_batch_defence import undoing
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.plugins import Catalogue, Plugin
 from gradveil.core.settings import Argument, Choice, NamedEntry, or_none, settings_of

@@ -21,7 +21,7 @@ from gradveil.core.errors import GradveilError, refuse
 from gradveil.core.noise import Key
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
-from gradveil.federated.isolation import SILENT, Isolated, Pass, read_from
+from gradveil.federated.isolated_examples import SILENT, Isolated, Pass, read_from
 from gradveil.federated.model_inspection import POLICY, Finding, Policy
 from gradveil.nn.initial_weights import drawing_from, initialise
 from gradveil.nn.stochastic import buffer_places, switched_off

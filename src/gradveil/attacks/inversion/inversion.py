@@ -22,7 +22,7 @@ from gradveil.attacks.inversion.solve import rows_at_once, search_rows
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.labels import label_problems
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, Remark
-from gradveil.attacks.undo import undone
+from gradveil.attacks.undo_batch_defence import undone
 from gradveil.client import Client
 from gradveil.core.errors import Problem, fail
 from gradveil.core.noise import Key

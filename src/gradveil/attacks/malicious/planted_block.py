@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gradveil.attacks.knowledge import How, Knowledge, Known
 from gradveil.attacks.labels import FoundLabels, find_labels, label_problems
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, in_closed_form
-from gradveil.attacks.undo import Undo, undoing, undone
+from gradveil.attacks.undo_batch_defence import Undo, undoing, undone
 from gradveil.client import Client
 from gradveil.core.errors import Problem, fail
 from gradveil.core.noise import Key

@@ -9,7 +9,8 @@ demand is compared with the app's request before anything is trained; an app tha
     gradveil-training   the name of the training under which privacy is counted
     gradveil-guard      the mildest policy of the guard: "warn" or "refuse"
 
-This checks apps that use Gradveil. Code that does not call Gradveil is not stopped by it: see docs/trust.md.
+This checks apps that use Gradveil. Code that does not call Gradveil is not stopped by it: see
+docs/explanation/trust.md.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from gradveil.integrations.flower import Protected, answer
 from gradveil.integrations.flower.flower_records import record, tensors
-from tests.federated.scenes import federation
+from tests.federated.small_federations import federation
 
 torch.set_num_threads(1)
 ENGINE = federation("dp(clip=1, sigma=1e-3) + topk(0.1, feedback=true)", clients=2, validation=False)
