@@ -237,20 +237,17 @@ def _meetings(
         yield _Meeting(index, defence, text, tuple(told))
 
 
-def open_experiment(
-    config: RunConfig, data_dir: Path | None = None, checked: bool = True, trained: Path | None = None
-) -> Experiment:
+def open_experiment(config: RunConfig, data_dir: Path | None = None, checked: bool = True) -> Experiment:
     """Load the data and build what a run needs; refuse with every problem at once.
 
-    A worker leaves the checks out (`checked=False`): they were made before it was started. `trained` is the folder of
-    the trainings that the run follows, if it does.
+    A worker leaves the checks out (`checked=False`): they were made before it was started.
     """
     problems = list(device_problems(config.device, config.precision))
     problems += _bundled_problems(config)
     refuse(problems)
     defences = {text: parse(text, own=True) for text in config.defences}
     weights = read_weights(located(config.model.weights, data_dir)) if config.model.weights else {}
-    source, public, target_clients = _source(config, others(defences.values()), data_dir, checked, trained)
+    source, public, target_clients = _source(config, others(defences.values()), data_dir, checked)
 
     def model(seed: int) -> nn.Module:
         return initial_model(config.model, target_clients, seed)[0]
@@ -274,7 +271,7 @@ def open_experiment(
 
 
 def _source(
-    config: RunConfig, speaking: int, data_dir: Path | None, checked: bool, trained: Path | None
+    config: RunConfig, speaking: int, data_dir: Path | None, checked: bool
 ) -> tuple[Source, Dataset | None, Dataset]:
     """Open what the run's targets are, with public examples and the targets'; so many speak before a round."""
     if config.observed:
@@ -282,7 +279,7 @@ def _source(
         return observed, *observed_images(config, data_dir, observed)
     if config.train is not None:
         setting = training_setting(config, data_dir, checked)
-        training = training_of(setting, config, speaking, trained)
+        training = training_of(setting, config, speaking)
         return training, training.public.subset(range(len(training.public))[: config.data.public]), training.private
     images = config.images_needed + speaking * max(client.examples for client in config.client)
     gallery = None if config.data.gallery is None else max(config.data.gallery, images)

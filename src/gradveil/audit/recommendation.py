@@ -206,10 +206,7 @@ def _none(defended: Sequence[_Candidate], bare: _Candidate | None) -> Recommenda
     if untested := [each.name for each in open_levels if each.level == "not tested"]:
         steps.append(f"attack {listing(untested)} with what knows it: --attack adaptive")
     if vague := [each for each in open_levels if each.level == "inconclusive"]:
-        few = [each for each in vague if each.worst and each.worst.images < ENOUGH]
-        names = listing(each.name for each in vague)
-        more = f"--target-clients {ENOUGH}" if few else "more --iterations"
-        steps.append(f"attack {names} again with {more}")
+        steps.append(f"attack {listing(each.name for each in vague)} again with {_more(vague)}")
     leaking = [each for each in defended if each.level in ("broken", "leaks")]
     if leaking:
         steps.append(_stronger([each.name for each in leaking]))
@@ -220,6 +217,15 @@ def _none(defended: Sequence[_Candidate], bare: _Candidate | None) -> Recommenda
         verdicts = listing(f"{each.name} ({LEVELS[each.level][0].lower()})" for each in open_levels)
         first = f"No tested defence is shown to protect this model; open: {verdicts}."
     return Recommendation(None, (first, f"Next: {'; '.join(steps)}."), {"next": steps})
+
+
+def _more(vague: Sequence[_Candidate]) -> str:
+    """Name what an undecided attack needs more of: clients, or iterations."""
+    judged = [each.worst for each in vague if each.worst is not None]
+    few = any(verdict.best.distinct < ENOUGH for verdict in judged)
+    short = any(verdict.health.state == "under-optimised" for verdict in judged)
+    words = [f"--target-clients {ENOUGH}"] * few + ["more --iterations"] * (short or not few)
+    return " and ".join(words)
 
 
 _NOISE = re.compile(r"\b((?:user-dp|fed-cdp|dp)\([^)]*?\bsigma\s*=\s*)([\d.eE+-]+)")

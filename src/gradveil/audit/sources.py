@@ -232,7 +232,7 @@ def cost_setting(config: RunConfig, data_dir: Path | None, checked: bool) -> Tra
         raise GradveilError(replace(p, remedy=p.remedy + aside) for p in error.problems) from error
 
 
-def training_of(setting: TrainingSetting, config: RunConfig, speakers: int, folder: Path | None) -> TrainingSource:
+def training_of(setting: TrainingSetting, config: RunConfig, speakers: int) -> TrainingSource:
     """Deal the images as the training does, and keep those of the target clients and of who speaks before a round."""
     hands = {seed: [hand for hand, _ in setting.hands(seed)] for seed in config.seeds}
     people = config.first_target_client + config.target_clients + speakers
@@ -248,7 +248,7 @@ def training_of(setting: TrainingSetting, config: RunConfig, speakers: int, fold
     place = torch.empty(len(images), dtype=torch.long)
     place[chosen] = torch.arange(len(chosen))
     dealt = {seed: [place[hand] for hand in mine] for seed, mine in wanted.items()}
-    return TrainingSource(setting, images.subset(chosen), dealt, folder)
+    return TrainingSource(setting, images.subset(chosen), dealt)
 
 
 def _too_few(hands: dict[int, list[Tensor]], config: RunConfig, people: int, needed: int) -> Iterator[Problem]:

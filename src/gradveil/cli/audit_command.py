@@ -31,7 +31,7 @@ _HELP = {
     "iterations": "Iterations of every attack that does not set its own.",
     "restarts": "Restarts of every attack that does not set its own.",
     "budget": "Budget of all attacks on one defence together: target-iterations (64000) or time (90s, 10m, 2h).",
-    "out": "The run directory. Default: runs/NAME.",
+    "out": "The run directory. Default: runs/NAME, or runs/NAME-2 and so on for other settings.",
     "set": "Any setting of the run file: --set client.batch=4 --set 'data.size=64'; KEY= removes it. Repeatable.",
     "fail": "A gate for CI: exit with code 3 if more than this share of images is recovered behind a defence (0 to 1), "
     "or with 1 if the run does not show that all shares are within the limit.",
@@ -80,7 +80,8 @@ def audit(
 
     The updates are simulated with the run's data, or recorded from real clients (--observed).
 
-    Options override the run file. The same command continues where it stopped and repeats no finished trial.
+    Options override the run file. The same command continues where it stopped and repeats no finished trial. Other
+    settings get a run directory of their own.
     """
     from gradveil.audit.gate import Accepted
     from gradveil.audit.recorded.recorded_updates import settled
@@ -98,15 +99,16 @@ def audit(
     if config.observed is not None:
         config = settled(config, data_dir)
     audit_steps.check_gate(config, data_dir, fail_above, accepted)
-    folder = out or Path("runs") / config.name
     switches = ("--train", trained), ("--no-control", no_control), ("--no-images", no_images)
     flags = [flag for flag, on in switches if on]
     command = audit_steps.command_of(name, overrides, settings, flags)
     with redirect_stdout(sys.stderr):  # Output of a user's model must not mix with the results.
         place = Place(engine, address, config.device)
         place.check(workers)
-        experiment, warnings = audit_steps.open_run(config, folder, data_dir)
-        trials = audit_steps.run_trials(experiment, warnings, folder, fresh, data_dir, workers, place, command)
+        experiment, warnings = audit_steps.open_run(config, data_dir)
+        opened = audit_steps.describe_run(experiment, warnings, workers, command)
+        folder = audit_steps.choose_folder(opened, out, fresh)
+        trials = audit_steps.run_trials(opened, folder, fresh, data_dir, place)
     audit_steps.show_trials(experiment.config, as_json, folder, Detail(every, explain))
     audit_steps.warn_of_code(trials, config, folder / TRAINING if trained else None)
     return audit_steps.judge(trials, folder, as_json, fail_above, accepted)
