@@ -55,13 +55,19 @@ def run_directory(
     folder, taken = (out, ()) if out is not None else numbered(base, problems)
     goes_on = not fresh and found(folder) and not problems(folder)
     if taken:
-        reasons = [problem.where.partition(f"{base}, ")[2] or problem.what for problem in taken]
+        reasons = [_reason(problem, base) for problem in taken]
         few = "; ".join(reason if len(reason) <= _REASON else f"{reason[:_REASON]}..." for reason in reasons[:_FEW])
         more = f"; and {len(reasons) - _FEW} more" if len(reasons) > _FEW else ""
         typer.echo(f"{base} holds another run: {few}{more}.", err=True)
     if taken or goes_on:
         typer.echo(f"{'Resuming the run in' if goes_on else 'This run is in'} {folder}.", err=True)
     return folder
+
+
+def _reason(problem: Problem, base: Path) -> str:
+    """Shorten a problem with a run's directory to what differs there, or in the trainings in it."""
+    part, _, difference = problem.where.removeprefix(str(base)).partition(", ")
+    return ": ".join(filter(None, (part.strip("/"), difference or problem.what)))
 
 
 def own_code() -> None:
