@@ -77,7 +77,7 @@ $(VENV)/.core: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV) || { \
 	  echo "Making $(VENV) failed; on Debian or Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@$(PIP) $(TORCH_ARGS) torch
-	@$(PIP) -e .
+	@$(PIP) -e '.[demo]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core

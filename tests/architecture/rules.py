@@ -55,7 +55,7 @@ def imports_point_left(source: Source) -> list[str]:
 
 OPTIONAL = {
     *("datasets", "pyarrow", "lpips", "torchvision", "flwr", "flwr_datasets", "cryptography", "ray"),
-    *("optuna", "opacus", "cma"),
+    *("optuna", "opacus", "cma", "sklearn", "skimage", "dp_accounting", "torchmetrics", "PIL"),
 }
 
 

@@ -20,7 +20,7 @@ def committed_files() -> list[Path]:
     if listed.returncode == 0 and listed.stdout:
         paths = [ROOT / name for name in listed.stdout.split("\0") if name]
     else:
-        folders = ("src", "tests", "docs", "examples", "benchmarks", "papers", ".ci")
+        folders = ("src", "tests", "docs", "examples", "benchmarks", ".ci")
         paths = [p for folder in folders for p in (ROOT / folder).rglob("*") if "__pycache__" not in p.parts]
         paths += ROOT.iterdir()
     return [path for path in paths if path.is_file()]

@@ -14,11 +14,13 @@ from PIL import Image
 
 from gradveil.attacks.attack_catalogue import ATTACKS
 from gradveil.audit.attack_selection import trials
+from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.audit_run import name
 from gradveil.audit.preflight import open_experiment
-from gradveil.audit.run_file import bundled, read, resolve, with_defaults
+from gradveil.audit.run_file import bundled, of_papers, read, read_training, resolve, with_defaults
 from gradveil.core.errors import GradveilError
 from gradveil.defences import DEFENCES
+from gradveil.federated.training_config import TrainConfig
 from tests.audit.runs import config, settings
 
 LOCAL = {"lr": 0.1, "steps": 2}
@@ -208,6 +210,22 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_run_suggests_a_bundled_one() -> None:
     with pytest.raises(GradveilError, match="did you mean 'faces'"):
         read("facs")
+
+
+@pytest.mark.parametrize("kind", [RunConfig, TrainConfig])
+def test_papers_runs_are_read_by_name(kind: type[RunConfig] | type[TrainConfig]) -> None:
+    reader, other = (read, read_training) if kind is RunConfig else (read_training, read)
+    runs = list(of_papers(kind))
+    assert runs
+    for run in runs:
+        assert reader(run).defences
+        with pytest.raises(GradveilError, match=f"-> gradveil (train|audit) {run}"):
+            other(run)
+
+
+def test_a_papers_unknown_run_suggests_the_nearest() -> None:
+    with pytest.raises(GradveilError, match="did you mean 'deep-leakage/faces'"):
+        read("deep-leakage/face")
 
 
 @pytest.mark.parametrize("name", bundled())

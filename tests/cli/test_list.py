@@ -222,6 +222,8 @@ def test_adaptive_is_explained_in_the_list(capsys: pytest.CaptureFixture[str]) -
 def test_a_paper_shows_its_tables(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(shown(capsys, "dual-gradient-pruning").split())
     assert "dual-gradient-pruning/main dgp(top=0.05, bottom=0.75, feedback=true)" in text
+    assert "gradveil audit dual-gradient-pruning/adaptive" in text
+    assert "gradveil train dual-gradient-pruning/train-mnist" in text
     assert "PAPER/TABLE" in shown(capsys, "papers")
 
 

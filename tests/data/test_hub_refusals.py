@@ -29,10 +29,10 @@ def test_unknown_hub_name_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_missing_packages_name_the_extra(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(GradveilError, match=r"needs the package datasets.*gradveil\[hub\]"):
+    with pytest.raises(GradveilError, match=r"needs the package 'datasets'.*gradveil\[hub\]"):
         load("hf:ylecun/mnist")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(GradveilError, match=r"needs the package pyarrow.*gradveil\[hub\]"):
+    with pytest.raises(GradveilError, match=r"needs the package 'pyarrow'.*gradveil\[hub\]"):
         load("cifar10", data_dir=home)
 
 

@@ -12,7 +12,7 @@ from gradveil.defences import parse
 from gradveil.nn.models import build
 from gradveil.nn.stochastic_layers import KL_VARIANTS
 
-PAPERS = Path(__file__).parents[2] / "papers"
+PAPERS = Path(__file__).parents[2] / "src/gradveil/papers"
 METRICS = {"asr", "ssim_mean", "psnr_mean", "mse_mean", "label_accuracy"}
 
 

@@ -72,6 +72,11 @@ class Findings:
         """The trials that did not fail."""
         return [row for row in self.rows if row.trial.failed is None]
 
+    @property
+    def broken(self) -> list[Row]:
+        """The trials that failed although their attack applies."""
+        return [row for row in self.rows if row.trial.broken]
+
     @cached_property
     def verdicts(self) -> list[Verdict]:
         """The verdict on every defence in every setting."""

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import NormalDist
+from typing import NamedTuple
 
 from gradveil.audit.attack_check import unused_rounds
 from gradveil.audit.baselines import Test, expected_of
 from gradveil.audit.findings import Findings, Gap, findings
-from gradveil.audit.result_rows import Row
+from gradveil.audit.result_rows import Row, TrialSetting
 from gradveil.audit.run_directory import Run
 from gradveil.audit.verdict import ENOUGH, LEVELS, Verdict
 from gradveil.core.formatting import percent, plural
@@ -76,6 +77,21 @@ class CountedSetting:
         return None if expected is None else expected / self.row.images
 
 
+SHOWN, NOT_SHOWN, ABOVE = 0, 1, 3
+"""Exit codes: every setting is within the limit, the run does not show it, and a setting is above it."""
+
+
+class Obstacle(NamedTuple):
+    """A reason why the run does not show that a setting lies within the limit."""
+
+    text: str
+    """The reason, and how to go on."""
+    setting: TrialSetting | None = None
+    """The setting that it is about; None for the whole run."""
+    defence: str = ""
+    """The defence that it is about."""
+
+
 @dataclass(frozen=True)
 class Gate:
     """A run held against a limit."""
@@ -83,9 +99,14 @@ class Gate:
     limit: float
     counted: tuple[CountedSetting, ...]
     """The defended settings, the highest rate first; undefended ones where nothing else was attacked."""
-    obstacles: tuple[str, ...]
-    """Why the run does not show that all rates lie within the limit, each with how to go on."""
+    open: tuple[Obstacle, ...]
+    """Every obstacle, with its setting."""
     accepted: tuple[Accepted, ...] = ()
+
+    @property
+    def obstacles(self) -> tuple[str, ...]:
+        """Why the run does not show that all rates lie within the limit, each once, with how to go on."""
+        return tuple(dict.fromkeys(each.text for each in self.open))
 
     @property
     def above(self) -> tuple[CountedSetting, ...]:
@@ -95,7 +116,12 @@ class Gate:
     @property
     def passed(self) -> bool:
         """Whether every setting is shown to lie within the limit."""
-        return bool(self.counted) and not self.above and not self.obstacles
+        return bool(self.counted) and not self.above and not self.open
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of `--fail-above`."""
+        return SHOWN if self.passed else ABOVE if self.above else NOT_SHOWN
 
 
 def gate(run: Run, limit: float, accepted: Sequence[Accepted] = ()) -> Gate:
@@ -111,17 +137,22 @@ def gate(run: Run, limit: float, accepted: Sequence[Accepted] = ()) -> Gate:
     counted = [_most(verdict) for verdict in verdicts if verdict.best.attacker != "informed"]
     gaps = [each for each in judged if isinstance(each, Gap)]
     named = {(gap.setting, gap.defence) for gap in gaps}
+    below = [one for one in counted if one.rate <= limit]
     obstacles = [
-        *_missing(run),
-        *(_failed(row) for row in found.rows if row.trial.broken and (row.setting, row.defence) not in named),
-        *map(_no_score, gaps),
-        *(_undecided(each) for each in verdicts if _is_open(each, accepted)),
-        *(_too_few(one, limit) for one in counted if one.rate <= limit < _reach(one.hits, one.row, accepted)),
-        *(_few_clients(one) for one in counted if one.rate <= limit and _of_few_clients(one.row, accepted)),
-        *(line for one in counted for line in _diverged(one.verdict, limit, accepted)),
+        *map(Obstacle, _missing(run)),
+        *(_about(row, failure(row)) for row in found.broken if (row.setting, row.defence) not in named),
+        *(_about(gap, _no_score(gap)) for gap in gaps),
+        *(_about(each, _undecided(each)) for each in verdicts if _is_open(each, accepted)),
+        *(_about(one.row, _too_few(one, limit)) for one in below if limit < _reach(one.hits, one.row, accepted)),
+        *(_about(one.row, _few_clients(one)) for one in below if _of_few_clients(one.row, accepted)),
+        *(_about(one.row, line) for one in counted for line in _diverged(one.verdict, limit, accepted)),
     ]
     counted.sort(key=lambda one: one.rate, reverse=True)
-    return Gate(limit, tuple(counted), tuple(dict.fromkeys(obstacles)), tuple(accepted))
+    return Gate(limit, tuple(counted), tuple(obstacles), tuple(accepted))
+
+
+def _about(each: Row | Verdict | Gap, text: str) -> Obstacle:
+    return Obstacle(text, each.setting, each.defence)
 
 
 def images_needed(limit: float) -> int | None:
@@ -203,7 +234,8 @@ def _missing(run: Run) -> Iterator[str]:
         yield f"{counted}: give the same command again."
 
 
-def _failed(row: Row) -> str:
+def failure(row: Row) -> str:
+    """Name a failed trial, and its error, in a sentence."""
     return f"{called(row)} failed: {row.trial.failed}."
 
 

@@ -117,6 +117,7 @@ def _shown(value: Any) -> str:
 
 
 _RUNS = {RunConfig: files("gradveil.audit") / "runs", TrainConfig: files("gradveil.federated") / "runs"}
+_PAPERS = files("gradveil") / "papers"
 Config = TypeVar("Config", RunConfig, TrainConfig)
 
 
@@ -126,10 +127,21 @@ def bundled(kind: type[RunConfig] | type[TrainConfig] = RunConfig) -> dict[str, 
     return {entry.name.removesuffix(".toml"): entry.read_text("utf-8") for entry in sorted(found, key=lambda e: e.name)}
 
 
+def of_papers(kind: type[RunConfig] | type[TrainConfig] = RunConfig) -> dict[str, str]:
+    """Return the run files of papers: PAPER/RUN to text. Those of trainings are called train-*."""
+    runs = [(paper.name, entry) for paper in _PAPERS.iterdir() if paper.is_dir() for entry in paper.iterdir()]
+    texts = {
+        f"{paper}/{entry.name.removesuffix('.toml')}": entry.read_text("utf-8")
+        for paper, entry in runs
+        if entry.name.endswith(".toml") and entry.name.startswith("train-") == (kind is TrainConfig)
+    }
+    return dict(sorted(texts.items()))
+
+
 def read(
     run: str, overrides: Mapping[str, Any] | None = None, settings: Sequence[str] = (), train: bool = False
 ) -> RunConfig:
-    """Read the run file of an audit by its path or bundled name.
+    """Read the run file of an audit by its path, its bundled name or PAPER/RUN.
 
     `overrides` replaces top-level keys, `settings` (`"client.batch=4"`) any key; both win over the file. Its table
     `train` counts only where `train` asks for it, and may be missing then. Iterations or restarts that no attack would
@@ -280,13 +292,16 @@ def _find(run: str, kind: type[RunConfig] | type[TrainConfig]) -> tuple[str, str
         except (OSError, UnicodeDecodeError) as error:
             raise fail(run, f"cannot be read: {error}", "give a TOML file in UTF-8") from error
     named = bundled(kind)
-    if run in named:
-        return run, named[run]
-    near = get_close_matches(run, named, n=1)
+    texts = named | of_papers(kind)
+    if run in texts:
+        return run, texts[run]
+    other, command = (RunConfig, "audit") if kind is TrainConfig else (TrainConfig, "train")
+    if "/" in run and run in of_papers(other):
+        raise fail(run, f"is a run file of gradveil {command}", f"gradveil {command} {run}")
+    near = get_close_matches(run, texts, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
-    raise fail(
-        run, "is neither a file nor a bundled run", f"{hint}bundled runs: {', '.join(named)}; or give a TOML file"
-    )
+    remedy = f"{hint}bundled runs: {', '.join(named)}, and those of papers: gradveil list papers; or give a TOML file"
+    raise fail(run, "is neither a file nor a bundled run", remedy)
 
 
 _POINTED = re.compile(r"[-+]?(\d+\.|\.\d+)([eE][-+]?\d+)?")

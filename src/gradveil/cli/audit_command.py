@@ -8,18 +8,20 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 
-from gradveil.cli.index import read_index
 from gradveil.cli.shared_options import (
+    AcceptOption,
     AddressOption,
     Detail,
     Engine,
     EngineOption,
     EveryOption,
     ExplainOption,
+    FailAboveOption,
+    JunitOption,
     Place,
+    SarifOption,
     own_code,
 )
 
@@ -33,16 +35,11 @@ _HELP = {
     "budget": "Budget of all attacks on one defence together: target-iterations (64000) or time (90s, 10m, 2h).",
     "out": "The run directory. Default: runs/NAME, or runs/NAME-2 and so on for other settings.",
     "set": "Any setting of the run file: --set client.batch=4 --set 'data.size=64'; KEY= removes it. Repeatable.",
-    "fail": "A gate for CI: exit with code 3 if more than this share of images is recovered behind a defence (0 to 1), "
-    "or with 1 if the run does not show that all shares are within the limit.",
-    "accept": "Weaken --fail-above: few-images compares rates instead of the ends of their intervals; inconclusive and "
-    "not-tested let such settings pass by their rate. Repeatable.",
     "control": "Skip the short undefended control, which shows that the attacks work. It runs if no defence is none.",
     "train": "Train with every defence first, with the settings of \\[train], and attack its clients at chosen rounds.",
     "data": "Folder where data files lie (or set GRADVEIL_DATA).",
     "workers": "Single-threaded worker processes. Default: one per CPU core, or one on a GPU.",
 }
-_ACCEPT = typer.Option(metavar="WHAT", click_type=click.Choice(read_index()["options"]["accept"]), help=_HELP["accept"])
 
 
 def audit(
@@ -63,8 +60,10 @@ def audit(
     no_control: Annotated[bool, typer.Option("--no-control", help=_HELP["control"])] = False,
     no_images: Annotated[bool, typer.Option("--no-images", help="Keep scores only, no private images.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps.")] = None,
-    fail_above: Annotated[float | None, typer.Option(metavar="RATE", min=0, max=1, help=_HELP["fail"])] = None,
-    accept: Annotated[list[str] | None, _ACCEPT] = None,
+    fail_above: FailAboveOption = None,
+    accept: AcceptOption = None,
+    sarif: SarifOption = None,
+    junit: JunitOption = None,
     data_dir: Annotated[Path | None, typer.Option(help=_HELP["data"])] = None,
     workers: Annotated[int | None, typer.Option(min=1, help=_HELP["workers"])] = None,
     engine: EngineOption = Engine.processes,
@@ -87,6 +86,7 @@ def audit(
     from gradveil.audit.recorded.recorded_updates import settled
     from gradveil.audit.run_directory import TRAINING
     from gradveil.cli import audit_steps
+    from gradveil.cli.exports import Exports
 
     own_code()
     accepted = [Accepted(each) for each in accept or ()]
@@ -99,6 +99,8 @@ def audit(
     if config.observed is not None:
         config = settled(config, data_dir)
     audit_steps.check_gate(config, data_dir, fail_above, accepted)
+    exports = Exports(sarif, junit, Path(name) if name and Path(name).is_file() else None)
+    exports.check()
     switches = ("--train", trained), ("--no-control", no_control), ("--no-images", no_images)
     flags = [flag for flag, on in switches if on]
     command = audit_steps.command_of(name, overrides, settings, flags)
@@ -111,4 +113,4 @@ def audit(
         trials = audit_steps.run_trials(opened, folder, fresh, data_dir, place)
     audit_steps.show_trials(experiment.config, as_json, folder, Detail(every, explain))
     audit_steps.warn_of_code(trials, config, folder / TRAINING if trained else None)
-    return audit_steps.judge(trials, folder, as_json, fail_above, accepted)
+    return audit_steps.judge(folder, as_json, fail_above, accepted, exports)

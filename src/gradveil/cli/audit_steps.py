@@ -31,6 +31,7 @@ from gradveil.audit.run_warnings import closed_forms, widened
 from gradveil.audit.sources import TrainingSource
 from gradveil.audit.trial import sharing
 from gradveil.cli.audit_output import show_gate, show_outcome
+from gradveil.cli.exports import Exports, check_accepted
 from gradveil.cli.shared_options import Detail, Place, again, run_directory
 from gradveil.cli.training_output import show_end, show_round, warn
 from gradveil.core.errors import Problem, fail
@@ -43,18 +44,15 @@ from gradveil.federated.training_run import run as train
 from gradveil.federated.training_run import site as train_site
 from gradveil.federated.training_setup import TrainingSetting
 from gradveil.report import write_report
+from gradveil.report.outcomes import outcome_of
 from gradveil.report.pareto import as_object
 from gradveil.runs.pool import cores
 from gradveil.runs.task import Scheduler, Site
 
-FAILED_TRIAL, ABOVE = 1, 3
-"""Exit codes for a run with a failed trial (or a gate without a result), and for one above `--fail-above`."""
-
 
 def check_gate(config: RunConfig, data_dir: Path | None, fail_above: float | None, accept: Sequence[Accepted]) -> None:
     """Reject --accept without a gate, and a gate on updates without ground truth."""
-    if accept and fail_above is None:
-        raise fail("--accept", "weakens a gate, and there is none", "add --fail-above RATE, or leave it out")
+    check_accepted(fail_above, accept)
     if config.observed is not None and fail_above is not None and not open_observed(config, data_dir).scored:
         raise fail("--fail-above", f"has nothing to compare: {NO_SCORE}", "record the truth, or leave it out")
 
@@ -66,17 +64,17 @@ def warn_of_code(trials: Sequence[Trial], config: RunConfig, training: Path | No
     warn(outdated(versions, (config.model.name, *config.defences, *without_aim(config.attacks))))
 
 
-def judge(
-    trials: Sequence[Trial], folder: Path, as_json: bool, fail_above: float | None, accepted: Sequence[Accepted]
-) -> int:
-    """Write the report, print the outcome of the gate, and return the exit code."""
+def judge(folder: Path, as_json: bool, fail_above: float | None, accepted: Sequence[Accepted], exports: Exports) -> int:
+    """Write the report and the files for CI, print the outcome of the gate, and return the exit code."""
     page = write_report(folder)
     Console(stderr=as_json, soft_wrap=True, markup=False).print(f"Report: {page}")
-    if fail_above is not None:
-        outcome = gate(load_run(folder), fail_above, accepted)
-        show_gate(outcome, page)
-        return 0 if outcome.passed else ABOVE if outcome.above else FAILED_TRIAL
-    return FAILED_TRIAL if any(trial.broken for trial in trials) else 0
+    run = load_run(folder)
+    held = None if fail_above is None else gate(run, fail_above, accepted)
+    if held is not None:
+        show_gate(held, page)
+    outcome = outcome_of(run, held)
+    exports.write([outcome])
+    return outcome.exit_code
 
 
 def read_config(

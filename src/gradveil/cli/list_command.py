@@ -141,7 +141,8 @@ def _notes(kind: str, rows: Sequence[Row]) -> Iterator[str]:
         yield "`adaptive` stands for the attackers that aim at each defence; `gradveil list dp` names those of dp."
         yield "`malicious` stands for those who change the model that is sent."
     if kind == "papers":
-        yield "PAPER/TABLE in the place of a defence stands for those of a table: `gradveil list PAPER` shows them."
+        yield "`gradveil list PAPER` shows the run files of a paper, with the commands that run them, and its tables."
+        yield "PAPER/TABLE in the place of a defence stands for the defences of a table."
     if kind == "defences":
         yield "Arguments stand in parentheses, and defences join: dp(clip=20, sigma=0.001) + cvb + dropout(0.25)."
         for topic, meaning in TOPICS.items():
@@ -264,8 +265,10 @@ def _facts(row: Row) -> Iterator[tuple[str, str]]:
         yield "malicious servers", ", ".join(row["malicious"])
     if row.get("options"):
         yield "options", ", ".join(f"{key} = {json.dumps(value, default=str)}" for key, value in row["options"].items())
+    for command, description in row.get("runs", {}).items():
+        yield "run", f"{command}\n{description}"
     for table, texts in row.get("tables", {}).items():
-        yield f"{row['name']}/{table}", ", ".join(texts)
+        yield "table", f"{row['name']}/{table}\n{', '.join(texts)}"
     if row["citation"]:
         yield "cite", row["citation"]
 

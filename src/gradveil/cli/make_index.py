@@ -9,6 +9,7 @@ import inspect
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from gradveil.attacks.attack_catalogue import ALL_ATTACKS, ATTACKS, KNOWN_BY_WORD, AttackEntry, known_as
@@ -16,7 +17,7 @@ from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.audit.attack_selection import POSITIONS
 from gradveil.audit.gate import Accepted
 from gradveil.audit.grants import told
-from gradveil.audit.run_file import bundled
+from gradveil.audit.run_file import bundled, of_papers
 from gradveil.cli.index import FILE, Row
 from gradveil.core.errors import Problem
 from gradveil.core.plugins import Plugin
@@ -25,6 +26,7 @@ from gradveil.data import DATASETS
 from gradveil.defences import ALL_DEFENCES, DEFENCES, DefenceEntry
 from gradveil.defences.paper_presets import PAPERS
 from gradveil.federated.privacy_ledger import FOLDER
+from gradveil.federated.training_config import TrainConfig
 from gradveil.nn.models import ALL_MODELS, MODELS, ModelEntry
 from gradveil.tune.ats_policies import FEWEST
 
@@ -138,18 +140,29 @@ def _data() -> list[Row]:
 
 
 def _runs() -> list[Row]:
-    # The first line of a bundled run file says what it shows.
-    texts = {name: text.splitlines()[0].lstrip("# ") for name, text in bundled().items()}
-    return [{"name": name, "description": text, "citation": ""} for name, text in texts.items()]
+    return [{"name": name, "description": _opening(text), "citation": ""} for name, text in bundled().items()]
+
+
+def _opening(text: str) -> str:
+    """Join the comment lines that open a run file: they describe it."""
+    lines = takewhile(lambda line: line.startswith("#"), text.splitlines())
+    return " ".join(line.lstrip("# ") for line in lines)
 
 
 def _papers() -> list[Row]:
+    runs = {"audit": of_papers(), "train": of_papers(TrainConfig)}
     return [
         {
             "name": name,
             "description": paper.title,
             "citation": paper.citation,
             "tables": {table: list(texts) for table, texts in paper.tables.items()},
+            "runs": {
+                f"gradveil {command} {run}": _opening(text)
+                for command, texts in runs.items()
+                for run, text in texts.items()
+                if run.startswith(f"{name}/")
+            },
         }
         for name, paper in PAPERS.items()
     ]

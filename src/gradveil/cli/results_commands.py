@@ -8,7 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from gradveil.cli.shared_options import Detail, EveryOption, ExplainOption
+from gradveil.cli.shared_options import (
+    AcceptOption,
+    Detail,
+    EveryOption,
+    ExplainOption,
+    FailAboveOption,
+    JunitOption,
+    SarifOption,
+)
 
 NOTHING = 1
 """Exit code of a summary without a finished trial."""
@@ -44,17 +52,27 @@ def summary(
     curves: Annotated[Path | None, typer.Option(metavar="FILE", help=_CURVES)] = None,
     markdown: Annotated[Path | None, _sheet_option("Markdown")] = None,
     latex: Annotated[Path | None, _sheet_option("LaTeX")] = None,
+    sarif: SarifOption = None,
+    junit: JunitOption = None,
+    fail_above: FailAboveOption = None,
+    accept: AcceptOption = None,
 ) -> int:
-    """Export results as a table, JSON, CSV, Markdown or LaTeX. Unfinished runs are included.
+    """Export results as a table, JSON, CSV, Markdown, LaTeX, SARIF or JUnit XML. Unfinished runs are included.
 
     Exit codes: 0 there are results; 1 no trial is finished (standard error names the command to continue); 2 wrong
-    use, or a damaged run.
+    use, or a damaged run. With --fail-above: those of `gradveil audit`, the worst of all runs.
     """
-    from gradveil.cli.run_results import open_runs, write
+    from gradveil.audit.gate import Accepted
+    from gradveil.cli.exports import Exports, check_accepted, write
+    from gradveil.cli.run_results import open_runs
     from gradveil.cli.training_output import warn
     from gradveil.core.user_code import mixed
     from gradveil.report.paper_table import as_latex, as_markdown
 
+    accepted = [Accepted(each) for each in accept or ()]
+    check_accepted(fail_above, accepted)
+    exports = Exports(sarif, junit)
+    exports.check()
     results = open_runs(runs, curves is not None)
     if as_json:
         typer.echo(json.dumps(results.as_object(), indent=1))
@@ -66,9 +84,13 @@ def summary(
     ):
         if file is not None:
             write(file, text())
-    if not as_json and all(file is None for file in (table, curves, markdown, latex)):
+    outcomes = results.outcomes(fail_above, accepted) if exports.asked or fail_above is not None else []
+    exports.write(outcomes)
+    if not as_json and all(file is None for file in (table, curves, markdown, latex, sarif, junit)):
         results.show(Detail(every, explain))
     warn(mixed(results.code()))
     for path, left in results.left():
         typer.echo(f"{path}: {left}" if len(runs) > 1 else left, err=True)
+    if fail_above is not None:
+        return max(each.exit_code for each in outcomes)
     return 0 if results.finished else NOTHING

@@ -8,16 +8,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.text import Text
 
 from gradveil.audit.findings import findings, findings_of
+from gradveil.audit.gate import Accepted, gate
 from gradveil.audit.run_directory import RUN, TRAINING, Trial, load_run
-from gradveil.cli.audit_output import show_outcome
+from gradveil.cli.audit_output import show_gate, show_outcome
 from gradveil.cli.shared_options import Detail, kept
 from gradveil.cli.training_output import table, wide
-from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.federated.training_run import FAILED, is_training, load_training
+from gradveil.report.outcomes import RunOutcome, outcome_of
 from gradveil.report.paper_table import PaperTable, matrices
 from gradveil.report.pareto import as_object, trials_with_fronts
 from gradveil.report.table import as_csv
@@ -72,6 +73,14 @@ class Audits:
         """Return nothing: audits have no rounds."""
         return ""
 
+    def outcomes(self, limit: float | None, accepted: Sequence[Accepted]) -> list[RunOutcome]:
+        """Return the outcome of every run; print that of its gate, if there is a limit."""
+        held = [None if limit is None else gate(run, limit, accepted) for run in self.runs]
+        for run, each in zip(self.runs, held, strict=True):
+            if each is not None:
+                show_gate(each, (run.path or Path()) / "report.html")
+        return [outcome_of(run, each) for run, each in zip(self.runs, held, strict=True)]
+
     def sheets(self) -> list[PaperTable]:
         """Return tables of defences by attacks."""
         return [matrix.sheet() for matrix in matrices(self.runs)]
@@ -125,6 +134,11 @@ class Trainings:
     def tables(self) -> list[TrainingTable]:
         """The tables, one per setting over all runs."""
         return training_tables(self.runs)
+
+    def outcomes(self, limit: float | None, accepted: Sequence[Accepted]) -> list[RunOutcome]:
+        """Reject: a training has no verdict."""
+        fix = "leave out --fail-above, --sarif and --junit, or name audits"
+        raise GradveilError(Problem(str(run.path), "is a training, and has no verdict", fix) for run in self.runs)
 
     def sheets(self) -> list[PaperTable]:
         """Return tables of defences by costs."""
@@ -201,14 +215,3 @@ def _curveless(run: Path) -> Problem:
     if is_training(run / TRAINING):
         return Problem(str(run), "is an audit; its training is a folder in it", f"use that folder: {run / TRAINING}")
     return Problem(str(run), "is an audit, and has no rounds of a training", "leave --curves out")
-
-
-def write(file: Path, text: str) -> None:
-    """Write a file, or `-` for standard output."""
-    if str(file) == "-":
-        typer.echo(text, nl=False)
-        return
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise fail(str(file), f"cannot be written: {error.strerror}", "choose another file") from error

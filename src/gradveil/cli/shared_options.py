@@ -11,8 +11,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
+import click
 import typer
 
+from gradveil.cli.index import read_index
 from gradveil.core.errors import Problem, refuse
 
 if TYPE_CHECKING:
@@ -88,7 +90,7 @@ class Engine(StrEnum):
 
 EngineOption = Annotated[
     Engine,
-    typer.Option(help="Engine for the trials: processes of this machine, or Ray (pip install 'gradveil\\[ray]')."),
+    typer.Option(help='Engine for the trials: processes of this machine, or Ray (pip install "gradveil\\[ray]").'),
 ]
 """`--engine`."""
 AddressOption = Annotated[
@@ -104,6 +106,31 @@ EveryOption = Annotated[bool, typer.Option("--all", help="Show every trial too, 
 """`--all`."""
 ExplainOption = Annotated[bool, typer.Option("--explain", help="Define the words and columns of the tables.")]
 """`--explain`."""
+
+
+_FAIL = (
+    "A gate for CI: exit with code 3 if more than this share of images is recovered behind a defence (0 to 1), or with "
+    "1 if the run does not show that all shares are within the limit."
+)
+_ACCEPT = (
+    "Weaken --fail-above: few-images compares rates instead of the ends of their intervals; inconclusive and "
+    "not-tested let such settings pass by their rate. Repeatable."
+)
+FailAboveOption = Annotated[float | None, typer.Option(metavar="RATE", min=0, max=1, help=_FAIL)]
+"""`--fail-above`."""
+AcceptOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="WHAT", click_type=click.Choice(read_index()["options"]["accept"]), help=_ACCEPT),
+]
+"""`--accept`."""
+SarifOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write SARIF 2.1.0 for code scanning: a result per failed defence.")
+]
+"""`--sarif`."""
+JunitOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write JUnit XML: a test case per defence, which fails as the gate.")
+]
+"""`--junit`."""
 
 
 class Detail(NamedTuple):

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradveil.core.errors import GradveilError, fail
+from gradveil.core.extras import needs
 from gradveil.core.noise import Law, Source, Words, halves, quantiles, tensor, words
 
 _FRESH = "make a new SecretKey() for every answer"
@@ -98,11 +99,8 @@ class CipherStream:
 
     def __init__(self, key: bytes) -> None:
         """Start at the first word."""
-        try:
+        with needs("flower", "secret key"):
             from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
-        except ModuleNotFoundError as error:
-            problem = "needs the package cryptography, which is not installed"
-            raise fail("secret key", problem, "pip install 'gradveil[flower]'") from error
         # The nonce can be constant, because each key has a single stream.
         self._cipher = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
         self.count = 0

@@ -1,4 +1,4 @@
-"""Images that are part of the wheels of scikit-learn and scikit-image: nothing is downloaded.
+"""Images that are part of the wheels of scikit-learn and scikit-image (extra `demo`): nothing is downloaded.
 
 Each function returns a `Raw` with images in their original size. The order is fixed, so "the first 32 private images"
 are the same everywhere.
@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from gradveil.core.extras import needs
 
 
 class Raw(NamedTuple):
@@ -32,7 +34,8 @@ _PSEUDO_CLASSES = 10
 
 def digits() -> Raw:
     """1797 handwritten digits, 8x8: the first 1197 are public, the last 600 (by other writers) are private."""
-    from sklearn.datasets import load_digits
+    with needs("demo", "digits"):
+        from sklearn.datasets import load_digits
 
     features, numbers = load_digits(return_X_y=True)
     pixels = torch.as_tensor(features, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
@@ -48,7 +51,8 @@ def faces() -> Raw:
     the public split three faces and a background take turns until no faces are left. Backgrounds are sorted by falling
     contrast: the last ones are plain black, and an attack that does nothing would "recover" them.
     """
-    from skimage.data import lfw_subset
+    with needs("demo", "faces"):
+        from skimage.data import lfw_subset
 
     pixels = torch.from_numpy(lfw_subset()).float()[:, None]
     face, other = pixels[:100], pixels[100:]
@@ -79,8 +83,9 @@ def patches() -> Raw:
     The crops of a photograph do not overlap. They are sorted by falling contrast; those with a standard deviation below
     0.05 (plain sky) are dropped. Photographs take turns. The labels mean nothing: they number the crops modulo 10.
     """
-    from skimage import data
-    from sklearn.datasets import load_sample_image
+    with needs("demo", "patches"):
+        from skimage import data
+        from sklearn.datasets import load_sample_image
 
     public = (data.coffee(), load_sample_image("flower.jpg"), data.rocket(), data.retina(), data.immunohistochemistry())
     private = (data.astronaut(), data.chelsea(), load_sample_image("china.jpg"), data.stereo_motorcycle()[0])

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from gradveil.core.errors import fail
+from gradveil.core.extras import needs
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601: the weights every image tool uses for grey
 _CHUNK = 4096  # images resized at once: bounds the memory, not the result
@@ -30,7 +31,8 @@ _CHUNK = 4096  # images resized at once: bounds the memory, not the result
 
 def decode(encoded: bytes, where: str) -> NDArray[np.uint8] | NDArray[np.float32]:
     """Decode one image file to [H, W] (grey) or [H, W, 3] (colour): 8 bits, or float in [0, 1] for deeper images."""
-    from PIL import Image, UnidentifiedImageError
+    with needs("hub", where):
+        from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(io.BytesIO(encoded)) as image:
@@ -115,7 +117,6 @@ LABEL_COLUMNS = ("label", "fine_label", "labels", "target", "class")
 PRIVATE_SPLITS = ("test", "validation", "valid", "val")
 """Names of the private split, tried in this order."""
 _SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"})
-_NEED = "pip install 'gradveil[hub]'"
 _CHECK_PATH = "check the path, and the data folder that --data-dir or GRADVEIL_DATA names"
 
 
@@ -153,12 +154,10 @@ def parquet(folder: Path, image: str | None = None, label: str | None = None) ->
 
 
 def _parquet_rows(files: list[Path], image: str | None, label: str | None) -> SourceSplit:
-    try:
+    where = str(files[0])
+    with needs("hub", where):
         import pyarrow as pa
         import pyarrow.parquet as pq
-    except ImportError as error:
-        raise fail(str(files[0]), "Parquet needs the package pyarrow", _NEED) from error
-    where = str(files[0])
 
     def values(tables: Sequence[Any], name: str) -> list[Any]:
         return [value for table in tables for value in table.read([name])[name].to_pylist()]
@@ -260,10 +259,8 @@ def _folder_rows(home: Path) -> SourceSplit:
 
 def hugging_face(name: str, image: str | None = None, label: str | None = None) -> dict[str, SourceSplit]:
     """Open a data set of the Hugging Face hub, `owner/name` or `owner/name:configuration`, with all its splits."""
-    try:
+    with needs("hub", f"hf:{name}"):
         import datasets
-    except ImportError as error:
-        raise fail(f"hf:{name}", "needs the package datasets", _NEED) from error
     repository, _, configuration = name.partition(":")
     try:
         loaded = datasets.load_dataset(repository, configuration or None)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.extras import needs
 from gradveil.data.dataset import Dataset
 
 
@@ -113,7 +114,6 @@ def _check(examples: int, clients: int, concentration: float = 1.0, at_least: in
     refuse(problems)
 
 
-_NEED = "pip install 'gradveil[hub]'"
 _PLACE = "gradveil-place"
 
 
@@ -155,10 +155,8 @@ def by_flower(
 
 
 def _partitioner(name: str, options: dict[str, Any], clients: int) -> Any:
-    try:
+    with needs("hub", "partition.kind 'flwr'"):
         from flwr_datasets import partitioner
-    except ImportError as error:
-        raise fail("partition.kind", "'flwr' needs the package flwr-datasets", _NEED) from error
     kinds = {key: kind for key, kind in vars(partitioner).items() if key != "Partitioner" and inspect.isclass(kind)}
     if name not in kinds:
         raise fail("partition.partitioner", f"is {name!r}", f"choose among: {', '.join(sorted(kinds))}")

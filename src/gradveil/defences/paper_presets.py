@@ -1,7 +1,7 @@
 """Presets by paper: the defences of a paper's table, with its settings.
 
 `PAPER/TABLE` instead of a defence expands to all defences of a table: `dual-gradient-pruning/ablation`. A paper has the
-name of its folder in `papers/`, if there is one.
+name of its folder in `gradveil/papers`, if there is one.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ def _bottleneck(kernel: int, beta: str) -> tuple[str, str]:
 
 
 PAPERS: dict[str, Paper] = {
+    "deep-leakage": Paper(
+        "Deep leakage from gradients",
+        "Zhu, Liu, Han 2019, Deep Leakage from Gradients (NeurIPS)",
+        {},
+    ),
     "combining-stochastic-defenses": Paper(
         "Combining stochastic defences against inversion",
         "Scheliga, Mäder, Seeland 2022, Combining Stochastic Defenses to Resist Gradient Inversion: An Ablation Study",

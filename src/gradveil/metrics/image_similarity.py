@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import conv2d
 
 from gradveil.core.errors import fail
+from gradveil.core.extras import install, needs
 
 MSE_FLOOR = 1e-10
 """Smallest MSE for PSNR, far below 8-bit rounding: exact reconstructions get 100 dB instead of infinity."""
@@ -163,7 +164,7 @@ def _window(images: Tensor) -> Tensor:
 
 
 def _ssim_torchmetrics(x: Tensor, y: Tensor) -> Tensor:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), needs("metrics", "ssim_torchmetrics"):
         warnings.simplefilter("ignore")  # importing it warns about packages that are not needed here
         from torchmetrics.functional.image import structural_similarity_index_measure
 
@@ -227,7 +228,7 @@ def _network(net: str) -> Any | Missing:
 
         return package.LPIPS(net=net, verbose=False).eval().requires_grad_(False)
     except ImportError as error:
-        return Missing(f"{error}; pip install 'gradveil[perceptual]'")
+        return Missing(f"{error}; {install('perceptual')}")
     except RuntimeError as error:  # torchvision built for another torch
         return Missing(f"torchvision does not work beside this torch: {error}")
     except OSError as error:  # the backbone's weights are downloaded on first use

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradveil.core.errors import GradveilError, fail
+from gradveil.core.extras import install
 from gradveil.runs.messages import read, write
 from gradveil.runs.pool import Inbox, Message, crew
 from gradveil.runs.task import Done, Job, Parcel, Site, T
@@ -68,7 +69,7 @@ def _employed(cluster: Cluster, job: Job[T], tasks: Sequence[T]) -> Generator[Do
         yield iter(())
         return
     if importlib.util.find_spec("ray") is None:
-        raise fail(WHERE, "the package 'ray' is not installed", "pip install 'gradveil[ray]', or use another --engine")
+        raise fail(WHERE, "needs the package 'ray'", f"{install('ray')}, or use another --engine")
     with closing(_Driver(cluster)) as bridge:
         bridge.connect()
         with crew(bridge.hire, cluster.workers, job, tasks) as done:

@@ -17,6 +17,7 @@ from functools import cache
 from typing import Annotated, ClassVar, Literal
 
 from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.extras import needs
 from gradveil.core.settings import Checked, Count, Kept, Range, collect
 
 Accountant = Literal["pld", "rdp"]
@@ -162,9 +163,9 @@ def assumptions(training: Participation, unit: Unit = "example") -> str:
 
 @cache
 def _epsilon(parts: tuple[tuple[float, Participation], ...], accountant: Accountant) -> float:
-    # Imported here, because it takes a second to load.
-    import dp_accounting  # pyright: ignore[reportMissingImports]
-    from dp_accounting import pld, rdp  # pyright: ignore[reportMissingImports]
+    with needs("dp", "epsilon"):  # imported here, because it takes a second to load
+        import dp_accounting  # pyright: ignore[reportMissingImports]
+        from dp_accounting import pld, rdp  # pyright: ignore[reportMissingImports]
 
     total = (rdp.RdpAccountant if accountant == "rdp" else pld.PLDAccountant)()
     with _quiet():

@@ -1,13 +1,13 @@
 """Optimal noise and pruning against isotropic noise and magnitude pruning at equal utility, before any attack.
 
-    python papers/optimal-defenses/utility.py [--data mnist] [--data-dir FOLDER] [--target-clients 8]
+    python benchmarks/optimal_utility.py [--data mnist] [--data-dir FOLDER] [--target-clients 8]
 
-Untrained weights of the small CNN, one image a client, seed 0: the target clients of `pruning.toml`. Pruning: the ratio
-of optimal pruning that keeps as much first-order utility (the mean share of sum g_i^2 that is kept) as magnitude
-pruning, and the share of sum ||dg_i/dx||^2 that what is kept tells. Noise: second-order utility -sum g_i^2 s_i^2 and
-what is told, tr F = sum ||dg_i/dx||^2 / s_i^2, of both noises at the same mean variance, and what is told at the same
-utility. d / tr F would bound the mean squared error of unbiased estimates of d pixels, if the gradient did not jump and
-the variances did not depend on the image; both are otherwise here, so no attacker is bound by it.
+Untrained weights of the small CNN, one image a client, seed 0: the target clients of `optimal-defenses/pruning`.
+Pruning: the ratio of optimal pruning that keeps as much first-order utility (the mean share of sum g_i^2 that is kept)
+as magnitude pruning, and the share of sum ||dg_i/dx||^2 that what is kept tells. Noise: second-order utility -sum g_i^2
+s_i^2 and what is told, tr F = sum ||dg_i/dx||^2 / s_i^2, of both noises at the same mean variance, and what is told at
+the same utility. d / tr F would bound the mean squared error of unbiased estimates of d pixels, if the gradient did not
+jump and the variances did not depend on the image; both are otherwise here, so no attacker is bound by it.
 """
 
 from __future__ import annotations
