@@ -1,4 +1,4 @@
-"""Pareto fronts of the defences of a training: leak against accuracy, bytes and time.
+"""Pareto fronts of the defences: leak against what a training says of accuracy, bytes and time.
 
 The leak of a defence is the rate of its verdict: the strongest attacker that knows no client secrets, mean over seeds.
 """
@@ -8,13 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
+from gradveil.audit.attack_selection import canonical
+from gradveil.audit.defence_costs import Costs
 from gradveil.audit.findings import SCHEMA, Findings, sentence_of
 from gradveil.audit.result_rows import Row, TrialSetting
 from gradveil.audit.run_directory import Trial
 from gradveil.audit.verdict import Verdict, verdicts
 from gradveil.core.formatting import DASH, listing, number, percent, plural, size
+from gradveil.federated.training_groups import proven
 from gradveil.metrics import wilson
 
 Point = Sequence[float]
@@ -89,6 +93,8 @@ class Spot:
     """Whether an attack on it failed, which may have recovered more."""
     is_complete: bool = True
     """Whether every stage has a rate, so that the worst stage is known."""
+    proof: str = ""
+    """What is proven of the training, in a few words; empty without a training."""
 
     @property
     def name(self) -> str:
@@ -202,20 +208,31 @@ class ParetoChart:
         return [f"{percent(rates[stage].rate) if stage in rates else 'no rate'} {when(stage)}" for stage in every]
 
 
-def charts(judged: Sequence[Verdict], empty: Sequence[Trial], config: Mapping[str, Any]) -> list[ParetoChart]:
-    """Build the charts of an audit that follows a training, one per setting over all rounds; none for other audits.
+def charts(
+    judged: Sequence[Verdict],
+    empty: Sequence[Trial],
+    config: Mapping[str, Any],
+    measured: Costs = MappingProxyType({}),
+) -> list[ParetoChart]:
+    """Build the charts of an audit with a training, one per setting over all rounds; none for other audits.
 
-    `empty` are the trials without a result: attacks that failed, or do not apply.
+    The audit attacks the clients of the training, or the training only measured costs (`measured`). `empty` are the
+    trials without a result: attacks that failed, or do not apply.
     """
-    trained = [verdict for verdict in judged if verdict.setting.trained is not None]
+    trained = [verdict for verdict in judged if verdict.setting.trained is not None or measured]
     failed = [Row(number, trial) for number, trial in enumerate(empty) if trial.broken]
     broken = {(row.setting, row.defence) for row in failed}
     result = []
     for setting in dict.fromkeys(verdict.setting._replace(trained=None) for verdict in trained):
         here = [verdict for verdict in trained if verdict.setting._replace(trained=None) == setting]
-        costs = _costs([row for verdict in here for row in verdict.rows])
+        costs = _costs([row for verdict in here for row in verdict.rows], measured)
         spots = [
-            Spot(verdict, costs[verdict.best.defence], (verdict.setting, verdict.best.defence) in broken)
+            Spot(
+                verdict,
+                costs[verdict.best.defence],
+                (verdict.setting, verdict.best.defence) in broken,
+                proof=_proof(verdict, measured),
+            )
             for verdict in here
         ]
         first = {s.name: min(row.number for row in s.verdict.rows) for s in sorted(spots, key=lambda s: -s.stage)}
@@ -262,10 +279,22 @@ def _compare(spots: Sequence[Spot], axes: Sequence[Axis]) -> tuple[frozenset[str
     return frozenset(names[i] for i in front(points)), dominated
 
 
-def _costs(rows: Sequence[Row]) -> dict[str, dict[str, Span]]:
+def _proof(verdict: Verdict, measured: Costs) -> str:
+    training = verdict.best.info.get("training") or {}
+    if verdict.setting.trained is not None:
+        return proven(training) if training.get("guarantee") else ""
+    cost = measured.get(canonical(verdict.defence))
+    return cost.proven if cost else ""
+
+
+def _costs(rows: Sequence[Row], measured: Costs) -> dict[str, Mapping[str, Span]]:
     """Collect the training costs of each defence over its seeds."""
-    result: dict[str, dict[str, Span]] = {}
+    result: dict[str, Mapping[str, Span]] = {}
     for defence in dict.fromkeys(row.defence for row in rows):
+        if rows[0].setting.trained is None:
+            own = measured.get(canonical(defence))
+            result[defence] = own.spans if own else {}
+            continue
         # The latest stage of each seed: an earlier version stored the accuracy of that round only.
         latest: dict[int, Mapping[str, Any]] = {}
         for row in sorted(rows, key=lambda row: row.setting.trained or 0):
