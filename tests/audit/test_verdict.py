@@ -10,9 +10,7 @@ from gradveil.audit.baselines import interval_of
 from gradveil.audit.result_rows import Row
 from gradveil.audit.run_directory import Trial
 from gradveil.audit.verdict import Verdict, price, verdicts
-from gradveil.core.formatting import percent
 from gradveil.metrics import risk, wilson
-from gradveil.report.audit_page import cards
 from tests.report.trials import BARE, CONTROLS, HEALTHY, row
 
 
@@ -111,7 +109,9 @@ def test_a_healthy_naive_attacker_does_not_vouch_for_a_broken_one_who_knows() ->
     verdict = judge(broken, naive)
     assert (verdict.best.attack, verdict.doubts) == ("dlg", ())
     assert verdict.level == "inconclusive"
-    assert verdict.reasons == ("No adaptive attack shows that it would find a leak (ig: suspect).",)
+    assert verdict.reasons == (
+        "No adaptive attack shows that it would find a leak (ig: suspect, 100% of its runs diverged).",
+    )
     assert judge(broken, naive, row(0, attack="cdia")).level == "not broken"
 
 
@@ -123,7 +123,6 @@ def test_drawing_the_masks_afresh_is_not_knowing_them(defence: str, how: str) ->
     (verdict,) = [v for v in verdicts([attacked, BARE]) if not v.undefended]
     assert verdict.level == ("not broken" if searched else "not tested")
     assert any("instead of searching" in note for note in verdict.notes) is not searched
-    assert ("Lowest rate, not proven" in {card["label"] for card in cards([verdict], [])}) is not searched
     plain = row(0, defence="prune(0.9)", knowledge={"model.*": how})
     assert [v.level for v in verdicts([plain, BARE]) if not v.undefended] == ["not broken"]
 
@@ -212,7 +211,7 @@ def test_the_view_that_a_client_trained_on_counts_and_is_named() -> None:
     records = [r | {"per_image": [r["per_image"][0] | changed | unlikely]} for r in plain.trial.records]
     trained = judge(Row(0, Trial(plain.trial.info, records)))
     assert trained.level == "broken"
-    assert "ig: 32 of 32 images recovered as trained on, where guessing" in " ".join(trained.reasons)
+    assert "ig: 32 of 32 images recovered as trained on; guessing" in " ".join(trained.reasons)
     assert (trained.recovered, trained.identifiable) == (0, 0)
     hidden = [r | {"per_image": [r["per_image"][0] | {"success_transformed": 0}]} for r in records]
     singled = judge(Row(0, Trial(plain.trial.info, hidden)))
@@ -312,36 +311,12 @@ def test_a_batch_counts_images_not_target_clients() -> None:
     assert "2 of 3 images" in verdicts([batch])[0].sentence
 
 
-def test_cards_name_the_best_defence_that_was_really_tested() -> None:
-    naive = row(0, simulated_client="naive", defence="precode")
-    doubted = row(0, defence="dp", health=HEALTHY | {"objective": 0.99})
-    found = {card["label"]: card for card in cards(verdicts([BARE, naive, doubted, row(4)]), [])}
-    best = found["Best defence against adaptive attacks"]
-    assert best["detail"].startswith("dgp")
-    assert best["value"] == "12.5%"
-    assert best["detail"].endswith(" · lower, but not proven: dp and precode")
-    assert found["Identifiable without a defence"]["value"] == "100%"
-    assert found["Its cost: bytes of an update"]["value"] == "10 B"
-    assert "Lowest rate, not proven" in {card["label"] for card in cards(verdicts([BARE, naive]), [])}
-
-
-def test_cards_count_images_that_are_recovered_and_identified() -> None:
-    """A defence whose images are recovered, but not told apart, is better than one whose are."""
-    alike = row(8, defence="dgp")
-    for place, image in enumerate(image for record in alike.trial.records for image in record["per_image"]):
-        image["identified"] = place == 0
-    found = {card["label"]: card for card in cards(verdicts([BARE, alike, row(4, defence="dp")]), [])}
-    best = found["Best defence against adaptive attacks"]
-    assert best["value"] == percent(1 / 32)
-    assert best["detail"].startswith("dgp · 1 of 32 images recovered and identified, 95% CI ")
+SEARCHED = {"targets": "known", "model.*": "optimise"}
 
 
 def told_price(*rows: Row) -> str:
-    """What the card says of the best defence's price."""
-    return next(card["detail"] for card in cards(verdicts(rows), []) if card["label"].startswith("Its cost"))
-
-
-SEARCHED = {"targets": "known", "model.*": "optimise"}
+    """What is said of a defended client's price."""
+    return next(verdict.price.detail() for verdict in verdicts(rows) if not verdict.undefended)
 
 
 def test_the_price_of_a_changed_model_is_held_against_the_undefended_client() -> None:
@@ -372,16 +347,6 @@ def test_the_price_of_a_defence_is_that_of_the_honest_model() -> None:
     assert price(sparse, [*bare, *honest, sparse]).share == 0.5
     (alone,) = [v for v in verdicts([*bare, sparse]) if not v.undefended]
     assert (alone.price.sent, alone.price.plain) == (150.0, 300.0)
-
-
-def test_of_equal_rates_the_cheapest_defence_is_the_best() -> None:
-    def best(*offers: tuple[str, float, float]) -> str:
-        rows = [row(0, defence=name, bytes_sent=sent, distance=moved) for name, sent, moved in offers]
-        (found,) = [card for card in cards(verdicts([*rows, BARE]), []) if card["label"].startswith("Best defence")]
-        return found["detail"].partition(" · ")[0]
-
-    assert best(("dp", 20.0, 0.1), ("dgp", 10.0, 0.9), ("clip(1)", 20.0, 0.05)) == "dgp"
-    assert best(("dp", 10.0, 0.1), ("dgp", 10.0, 0.9), ("clip(1)", 10.0, 0.05)) == "clip(1)"
 
 
 def test_images_of_a_class_without_public_images_are_no_leak_by_recovery() -> None:
@@ -427,9 +392,21 @@ def test_an_attack_that_passes_on_one_seed_shows_nothing_of_another() -> None:
     passed = row(0, health=ambiguous)
     assert judge(passed, row(0, health=ambiguous, seed=1), bare).level == "not broken"
     found = judge(passed, row(0, health=short, seed=1), bare)
-    assert (found.level, "on seed 1 (ig: under-optimised)" in found.reasons[0]) == ("inconclusive", True)
+    assert found.level == "inconclusive"
+    assert "on seed 1 (ig: under-optimised, it did not reach the objective" in found.reasons[0]
     assert judge(passed, row(0, health=ambiguous, seed=1)).level == "inconclusive"  # no control on that seed
     assert judge(passed, row(0, health=ambiguous, seed=1, simulated_client="naive"), bare).level == "inconclusive"
+
+
+def test_an_attack_that_a_budget_stopped_is_marked() -> None:
+    fits_as_well = HEALTHY | {"objective_truth": 0.01}
+    stopped = judge(row(0, health=fits_as_well, budget_share=0.4), BARE)
+    assert (stopped.level, stopped.limited) == ("not broken", True)
+    assert "The budget stopped ig at 40%." in stopped.reasons
+    assert not judge(row(0, health=fits_as_well), BARE).limited
+    unknown = judge(row(0, budget_share=0.4), BARE)
+    assert unknown.level == "inconclusive"
+    assert "ig: under-optimised, the budget stopped it at 40% of its iterations" in unknown.reasons[0]
 
 
 def test_exact_copies_among_the_targets_are_hit_by_one_guess() -> None:

@@ -10,7 +10,7 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
-from selenium.webdriver.support.ui import Select, WebDriverWait
+from selenium.webdriver.support.ui import WebDriverWait
 
 from gradveil.report import write_report
 from tests.report.runs import failed_trial, played, trained, write_run
@@ -110,14 +110,8 @@ def background(browser: Browser) -> list[int]:
     return [int(part) for part in value[value.index("(") + 1 : -1].split(",")[:3]]
 
 
-def painted(browser: Browser, selector: str) -> list[list[int]]:
-    """The distinct grey values of the canvases, once all that are near the window are painted."""
-    script = """
-        return [...document.querySelectorAll(arguments[0])].map((canvas) =>
-            [...new Set(canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data)]);
-    """
-    WebDriverWait(browser, 20).until(lambda b: not all_of(b, f"{selector}:not([data-painted])"))
-    return browser.execute_script(script, selector)
+def open_all(browser: Browser) -> None:
+    browser.execute_script("document.querySelectorAll('details').forEach((node) => { node.open = true; })")
 
 
 def show(browser: Browser, selector: str) -> None:
@@ -127,12 +121,12 @@ def show(browser: Browser, selector: str) -> None:
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (375, "dark")])
 def test_opens_without_console_messages_or_requests(browser: Browser, address: str, width: int, scheme: str) -> None:
     visit(browser, address, width, scheme)
-    for selector in ("#tradeoffs", "#budget", "#images", "#table", "#method"):
+    for selector in ("#front", "#pictures", "#details", "#table", "#method", "#legend"):
         show(browser, selector)
     assert browser.get_log("browser") == []
     names = browser.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
     assert [name for name in names if not name.startswith("data:")] == []
-    assert len(all_of(browser, ".verdict")) == 7
+    assert len(all_of(browser, "details.verdict")) == 7 + 1, "and one of the iterations"
 
 
 @pytest.mark.parametrize("key", ["ssim", "bytes_sent", "defence"])
@@ -162,60 +156,37 @@ def test_sorting_moves_whole_rows(browser: Browser, address: str) -> None:
     assert len(before) == 48
 
 
-def test_images_are_there(browser: Browser, address: str) -> None:
+def test_pictures_are_large_enough_and_first_on_the_page(browser: Browser, address: str) -> None:
     visit(browser, address)
-    widths = browser.execute_script(
-        "return [...document.querySelectorAll('.sheets img')].map((img) => img.naturalWidth)"
-    )
-    assert len(widths) > 40
-    assert set(widths) == {8 * 32}
-    show(browser, "#images")
-    assert len(all_of(browser, ".matrix canvas")) == 8 * 8
-    assert all(len(values) > 20 for values in painted(browser, ".matrix canvas"))
-    show(browser, "#gallery")
-    assert len(all_of(browser, "#gallery .pair")) == 24
-    assert all(len(values) > 20 for values in painted(browser, "#gallery .pair:nth-child(-n+8) canvas"))
-    assert all(canvas.size["width"] > 60 for canvas in all_of(browser, "#gallery canvas"))
+    sizes = """
+        return [...document.querySelectorAll(arguments[0])].map((i) => [i.naturalWidth, i.offsetWidth]);
+    """
+    first = browser.execute_script(sizes, ".exhibits img")
+    assert len(first) == 4 * 6
+    assert all(natural == 32 and shown >= 112 for natural, shown in first)
+    assert browser.execute_script("return document.querySelector('.basis').getBoundingClientRect().bottom") <= 800
+    bands = browser.execute_script(sizes, ".band img")
+    assert len(bands) == 16 * 8
+    assert all(natural == 32 and shown == 128 for natural, shown in bands)
 
 
-def test_gallery_is_sorted_by_leak_and_filters(browser: Browser, address: str) -> None:
+def test_plot_has_points_tooltips_a_legend_and_a_choice_of_costs(browser: Browser, address: str) -> None:
     visit(browser, address)
-    similarity = "return [...document.querySelectorAll('#gallery b')].map((b) => parseFloat(b.textContent.slice(5)))"
-    Select(one(browser, "#by-defence")).select_by_value("dgp(top=0.05, bottom=0.75)")
-    Select(one(browser, "#by-seed")).select_by_value("1")
-    values = browser.execute_script(similarity)
-    assert values == sorted(values, reverse=True)
-    assert one(browser, "#shown").text == "24 of 64 pairs"
-    assert all("dgp(" in caption.text for caption in all_of(browser, "#gallery figcaption"))
-    one(browser, "#more").click()
-    assert one(browser, "#shown").text == "64 of 64 pairs"
-    Select(one(browser, "#by-result")).select_by_value("yes")
-    assert all(value > 0.5 for value in browser.execute_script(similarity))
-
-
-def test_plots_have_points_tooltips_and_a_legend(browser: Browser, address: str) -> None:
-    visit(browser, address)
-    show(browser, "#tradeoffs")
-    counts = [[len(all_of(browser, f".plot[data-axis='{axis}'] .point")) for axis in ("bytes", "distance")]]
-    one(browser, "[data-which='all']").click()
-    counts += [[len(all_of(browser, f".plot[data-axis='{axis}'] .point")) for axis in ("bytes", "distance")]]
-    # Seven defences, by two kinds of attackers but for the undefended client and the one without a knowing attacker.
-    assert counts == [[12, 12], [48, 48]]
+    show(browser, "#front")
+    dots = ".plot[data-front] .point"
+    assert len(all_of(browser, dots)) == 7
     tip = one(browser, "#tip")
     assert not tip.is_displayed()
-    point = all_of(browser, ".plot .point")[0]
-    browser.execute_script("arguments[0].focus()", point)
+    browser.execute_script("arguments[0].focus()", all_of(browser, dots)[0])
     assert tip.is_displayed()
-    assert "16 of 16 recovered, 100% (80.6–100%)" in tip.text
-    dots = ".plot[data-axis='bytes'] .point"
+    assert "100% identifiable, the mean of 2 seeds" in tip.text
     before = [dot.get_attribute("transform") for dot in all_of(browser, dots)]
-    one(browser, "#legend button:last-child").click()
-    assert len(all_of(browser, dots)) == 40
-    one(browser, "#legend button:last-child").click()
-    one(browser, "[data-measure='ssim']").click()
-    after = [dot.get_attribute("transform") for dot in all_of(browser, dots)]
-    assert len(after) == len(before) == 48
-    assert after != before
+    sentence = one(browser, "#front .advice").text
+    one(browser, "[data-cost='distortion']").click()
+    assert [dot.get_attribute("transform") for dot in all_of(browser, dots)] != before
+    assert one(browser, "#front .advice").text != sentence
+    one(browser, "#front-legend button:last-child").click()
+    assert len(all_of(browser, dots)) == 6
 
 
 def test_points_lie_between_the_axes(browser: Browser, address: str) -> None:
@@ -228,13 +199,15 @@ def test_points_lie_between_the_axes(browser: Browser, address: str) -> None:
     """
     for width in (1280, 375):
         visit(browser, address, width)
-        for which in ("best", "all"):
-            one(browser, f"[data-which='{which}']").click()
+        open_all(browser)
+        for key in ("bytes", "distortion"):
+            browser.execute_script("arguments[0].click()", one(browser, f"[data-cost='{key}']"))
             assert browser.execute_script(outside) == 0
 
 
 def test_curves_have_points_tooltips_and_share_their_legend(browser: Browser, address: str) -> None:
     visit(browser, address)
+    open_all(browser)
     show(browser, "#budget")
     marks, lines = ".plot[data-chart] .point", ".plot[data-chart] .curve"
     assert (len(all_of(browser, lines)), len(all_of(browser, marks))) == (7, 7 * 8)
@@ -248,33 +221,37 @@ def test_curves_have_points_tooltips_and_share_their_legend(browser: Browser, ad
     one(browser, "[data-quality='asr']").click()
     assert [line.get_attribute("d") for line in all_of(browser, lines)] != before
     one(browser, "#budget-legend button:last-child").click()
-    assert one(browser, "#legend button:last-child").get_attribute("aria-pressed") == "false"
+    assert one(browser, "#front-legend button:last-child").get_attribute("aria-pressed") == "false"
     assert len(all_of(browser, lines)) == 6
-    assert len(all_of(browser, ".plot[data-axis='bytes'] .point")) == 10
+    assert len(all_of(browser, ".plot[data-front] .point")) == 6
 
 
-def test_verdicts_at_a_glance_lead_to_the_verdicts(browser: Browser, address: str) -> None:
+def test_the_name_of_a_defence_opens_its_details(browser: Browser, address: str) -> None:
     visit(browser, address)
     links = all_of(browser, ".glance a")
-    assert len(links) == len(all_of(browser, ".verdict")) == 7
+    assert len(links) == 7
     for link in links:
-        target = str(link.get_attribute("href")).partition("#")[2]
-        assert one(browser, f"#{target} h3").text.endswith(link.text)
+        target = one(browser, "#" + str(link.get_attribute("href")).partition("#")[2])
+        assert target.get_attribute("open") is None
+        browser.execute_script("arguments[0].click()", link)
+        WebDriverWait(browser, 5).until(lambda _, entry=target: entry.get_attribute("open") is not None)
+        assert link.text in target.find_element(By.TAG_NAME, "summary").text
 
 
-def test_frames_mark_what_was_recovered(browser: Browser, address: str) -> None:
+def test_paper_has_the_closed_details(browser: Browser, address: str) -> None:
     visit(browser, address)
-    show(browser, "#images")
-    framed = [canvas.get_attribute("title") for canvas in all_of(browser, ".matrix canvas.won")]
-    assert 8 < len(framed) < 56
-    assert all("recovered" in str(title) and not str(title).startswith("truth") for title in framed)
+    hidden = "return document.querySelectorAll('details.verdict:not([open])').length"
+    assert browser.execute_script(hidden) == 8
+    browser.execute_script("dispatchEvent(new Event('beforeprint'))")
+    assert browser.execute_script(hidden) == 0
+    browser.execute_script("dispatchEvent(new Event('afterprint'))")
+    assert browser.execute_script(hidden) == 8
 
 
 @pytest.mark.parametrize("width", [375, 320])
 def test_readable_at_phone_width(browser: Browser, address: str, width: int) -> None:
     visit(browser, address, width)
-    for details in all_of(browser, "details"):
-        browser.execute_script("arguments[0].open = true", details)
+    open_all(browser)
     assert browser.execute_script("return document.documentElement.scrollWidth") == width
     outside = """
         return [...document.querySelectorAll('main *, header *, footer *')].filter((node) => {
@@ -320,8 +297,8 @@ def test_works_without_scripts(browser: Browser, address: str) -> None:
     browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
         browser.get(address)
-        assert one(browser, ".sheets img").is_displayed()
-        assert "recovers" in one(browser, ".sentence").text
+        assert one(browser, ".exhibits img").is_displayed()
+        assert "broken" in one(browser, "h1").text
         assert len(all_of(browser, "#trials tbody tr")) == 48
     finally:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
@@ -333,9 +310,9 @@ def test_scripted_text_stays_text(browser: Browser, tmp_path: Path) -> None:
         for key in ("defence", "defence_title", "attack", "attack_title", "model"):
             entry["info"][key] = "<img src=x onerror='window.hacked = 1'></script><script>window.hacked = 1</script>"
     visit(browser, write_report(write_run(tmp_path / "run", entries)).as_uri())
-    show(browser, "#gallery")
+    show(browser, "#pictures")
     assert browser.execute_script("return window.hacked") is None
-    assert "onerror" in one(browser, "#gallery figcaption").text
+    assert "onerror" in one(browser, ".band .whose:nth-of-type(2)").text
     assert browser.get_log("browser") == []
 
 
@@ -368,27 +345,25 @@ OVERLAPS = """
 def test_fronts_are_drawn_named_and_follow_the_chosen_round(browser: Browser, front: str) -> None:
     visit(browser, front)
     show(browser, "#front")
-    assert len(all_of(browser, ".plot[data-cost]")) == 3
-    assert all(
-        len(all_of(browser, f".plot[data-cost='{key}'] .point")) == 7 for key in ("accuracy", "bytes", "seconds")
-    )
+    assert len(all_of(browser, ".plot[data-front]")) == 1
     lines = [line.get_attribute("d") for line in all_of(browser, ".plot .front")]
     assert all(str(line).count("V") >= 1 for line in lines)
-    for key in ("accuracy", "bytes", "seconds"):
-        names = [text.text for text in all_of(browser, f".plot[data-cost='{key}'] .name")]
+    for key in ("bytes", "seconds", "accuracy"):
+        browser.execute_script("arguments[0].click()", one(browser, f"[data-cost='{key}']"))
+        assert len(all_of(browser, ".plot[data-front] .point")) == 7
+        names = [text.text for text in all_of(browser, ".plot[data-front] .name")]
         assert "No defence" in names
-        assert browser.execute_script(OVERLAPS, f".plot[data-cost='{key}'] .name") == 0
-        sentence = one(browser, f".plot[data-cost='{key}'] + .advice").text
-        members = sentence.partition("Dominated")[0]
+        assert browser.execute_script(OVERLAPS, ".plot[data-front] .name") == 0
+        members = one(browser, "#front .advice").text.partition("Dominated")[0]
         assert all(name.rstrip("…") in members for name in names if name != "No defence")
     before = [node.text for node in all_of(browser, "#front .advice")]
     one(browser, "[data-view='2']").click()
     assert [line.get_attribute("d") for line in all_of(browser, ".plot .front")] != lines
     assert [node.text for node in all_of(browser, "#front .advice")] != before
-    browser.execute_script("arguments[0].focus()", one(browser, ".plot[data-cost='bytes'] .point"))
+    browser.execute_script("arguments[0].focus()", one(browser, ".plot[data-front] .point"))
     assert "identifiable after 4 rounds, the mean of 2 seeds" in one(browser, "#tip").text
     one(browser, "#front-legend button:last-child").click()
-    assert len(all_of(browser, ".plot[data-cost='bytes'] .point")) == 6
+    assert len(all_of(browser, ".plot[data-front] .point")) == 6
 
 
 def test_curves_of_a_training_have_bands_marks_and_a_legend(browser: Browser, training: str) -> None:

@@ -21,13 +21,14 @@ def test_page_without_ground_truth_shows_reconstructions_and_no_verdict(tmp_path
         "client 0, round 1",
         "client 1, round 1",
     ]
-    assert shown["cards"] == [{"label": "Attacks run", "value": "1", "detail": "none failed", "level": ""}]
+    assert shown["basis"].endswith("1 attack")
     text = audit_page(run)
     assert "No score." in text
-    assert shown["guesses"][0]["picture"] in text
+    assert len(shown["guesses"][0]["pictures"]) == 2
+    assert all(picture.uri in text for picture in shown["guesses"][0]["pictures"])
     assert "Assumed none: data.mean and data.std were not said" in text
-    assert "images recovered</" not in text.split('<script type="application/json"')[0]
-    assert 'id="verdicts"' not in text
+    assert "identifiable</" not in text.split('<script type="application/json"')[0]
+    assert 'id="defences"' not in text
 
 
 def test_page_with_ground_truth_has_verdicts_and_notes_contradictions(tmp_path: Path) -> None:
@@ -38,7 +39,7 @@ def test_page_with_ground_truth_has_verdicts_and_notes_contradictions(tmp_path: 
     assert [row.attacker for row in shown["rows"]] == ["naive"]
     text = audit_page(run)
     assert "Assumed none: recorded as sent with the defence &#39;prune(0.5)&#39;, attacked as if with" in text
-    assert 'id="verdicts"' in text
+    assert 'id="defences"' in text
 
 
 @pytest.mark.parametrize("images", [True, False])

@@ -1,20 +1,21 @@
 """The page as text: everything in it, nothing from outside, every foreign text escaped."""
 
 import copy
+import csv
 import json
 import re
 import resource
 import stat
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gradveil.audit.result_rows import Row, summarise
-from gradveil.audit.run_directory import Trial, load_run
+from gradveil.audit.result_rows import summarise
+from gradveil.audit.run_directory import load_run
 from gradveil.core.errors import GradveilError
 from gradveil.report import audit_page, write_report
-from gradveil.report.plots import points
 from tests.report.parsed_page import EVIL, read
 from tests.report.runs import CASES, failed_trial, played, write_run
 
@@ -48,12 +49,15 @@ def test_page_holds_every_required_text(run: Path, trials: list[dict[str, Any]])
         "lenet-zhu on faces, one gradient of 1 image",
         "An honest-but-curious server",
         "Handed over besides: the true labels.",
+        "4 of 4 identifiable 95% CI 44.3–100%",
         "Without a defence, an attacker recovers 4 of 4 images, 4 of them identifiable (100%, 95% CI 44.3–100%).",
         "An attacker who knows this defence recovers",
         "It watches one round.",
         "No attacker who knows this defence was run: add --attack adaptive.",
         "A low number here is not evidence of safety.",
-        "Identifiable 95% CI Baseline Risk over baseline Strongest attack Attack check",
+        "Identifiable 95% CI Baseline Strongest attack Attack check",
+        "Basis: lenet-zhu on faces, one gradient of 1 image, labels known to the attacker, 4 private images",
+        "Not tested: a malicious server, batches",
         "mismatch control",
         "Scope: reconstruction of images, no other data",
         "targets: the true labels",
@@ -71,11 +75,10 @@ def test_page_holds_every_required_text(run: Path, trials: list[dict[str, Any]])
 
 def test_the_attack_with_the_highest_rate_stands_first(run: Path) -> None:
     html = audit_page(load_run(run))
-    for article in html.split('<article class="verdict')[1:]:
-        rates = [float(rate) for rate in re.findall(r"<td>([\d.]+)% \(", article)]
-        assert len(rates) > 1
+    for entry in html.split('<details class="verdict')[1:-1]:
+        rates = [float(rate) for rate in re.findall(r"<td>([\d.]+)% \(", entry)]
         assert rates == sorted(rates, reverse=True)
-        assert f"({rates[0]:g}%, 95% CI" in article
+        assert f"({rates[0]:g}%, 95% CI" in entry
     (body,) = re.findall(r'<table class="sortable".*?<tbody>(.*?)</tbody>', html, re.S)
     rates = [float(re.findall(r'data-sort="([^"]*)"', line)[4]) for line in body.split("<tr>")[1:]]
     assert rates == sorted(rates, reverse=True)
@@ -96,14 +99,6 @@ def test_union_is_shown_only_above_the_strongest_attack(tmp_path: Path, trials: 
     assert "Upper bound, not" not in text_of(tmp_path / "b", (1, 1))
 
 
-def test_undefended_rows_need_no_attacker_in_brackets(run: Path) -> None:
-    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', audit_page(load_run(run)), re.S)
-    assert data is not None
-    attackers = {row["defence"]: row["attacker"] for row in json.loads(data[1])["rows"]}
-    assert attackers.pop("No defence") == ""
-    assert all(attackers.values())
-
-
 def test_every_grant_is_named(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
     granted = copy.deepcopy(trials[:1])
     names = [f"round{i}.step.noise.w" for i in range(1, 9)]
@@ -122,33 +117,61 @@ def test_page_with_a_budget_states_it_in_place_of_unlimited_time(
 ) -> None:
     limited = write_run(tmp_path / "limited", trials[:3], config={"budget": "2h"})
     text = read(audit_page(load_run(limited))).text
-    assert text.count("All attacks on one defence that search or learn share 2 h 0 min of working time.") == 2
+    assert text.count("All attacks on one defence that search or learn share 2 h 0 min of working time.") == 1
     assert "its computing time is not limited" not in text
     assert "its computing time is not limited" in read(audit_page(load_run(run))).text
 
 
-def test_verdicts_stand_at_a_glance(run: Path) -> None:
+def test_defences_have_a_line_each_that_leads_to_their_details(run: Path) -> None:
     html = audit_page(load_run(run))
     (body,) = re.findall(r'<table class="plain glance">.*?<tbody>(.*?)</tbody>', html, re.S)
     lines = [read(line).text for line in body.split("<tr")[1:]]
-    assert len(lines) == html.count('<article class="verdict') == 6
+    assert len(lines) == html.count('<details class="verdict') - 1 == 6, "and one of the iterations"
     (precode,) = [line for line in lines if "precode(k=64)" in line]
     assert "Not tested" in precode or "Leaks" in precode
-    assert "dlg [naive]" in precode
-    assert "70.9 kB 112% 0.35" in precode
+    assert "dlg, non-adaptive" in precode
+    assert "70.9 kB 1.1 × none" in precode
     targets = re.findall(r'<a href="#(run-\d+)">', body)
     assert all(f'id="{target}"' in html for target in targets)
 
 
-def test_plots_start_with_the_strongest_attack_of_each_kind(trials: list[dict[str, Any]]) -> None:
-    rows = [Row(number, Trial(entry["info"], entry["records"])) for number, entry in enumerate(trials)]
-    dots = points(rows)
-    assert len(dots) == len(trials)
-    for case in CASES[:6]:
-        for attacker in ("undefended", "naive", "adaptive"):
-            same = [dot for dot in dots if dot["attacker"] == attacker and dot["group"].startswith(f"{case.text}|")]
-            assert [dot["best"] for dot in same].count(True) == min(len(same), 1)
-            assert all(dot["asr"] <= best["asr"] for best in same if best["best"] for dot in same)
+def test_legend_comes_last_and_defines_the_labels_that_occur(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
+    html = audit_page(load_run(write_run(tmp_path / "run", trials[:2])))
+    sections = re.findall(r'<section id="(\w+)"', html)
+    assert sections == ["defences", "front", "pictures", "details", "table", "method", "legend"]
+    legend = read(html[html.index('<section id="legend"') :]).text
+    assert "Broken The update leaks" in legend
+    assert "Not tested" not in legend
+    assert "Adaptive" not in legend
+    assert "Attack checks Effective" in legend
+
+
+def test_extra_metrics_are_columns_of_table_and_csv(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
+    measured = copy.deepcopy(trials[:2])
+    for entry in measured:
+        entry["info"]["metrics"] = ["my.metrics:sharpness"]
+        for record in entry["records"]:
+            record["my.metrics:sharpness"] = 0.625
+            for image in record["per_image"]:
+                image["my.metrics:sharpness"] = 0.625
+    html = audit_page(load_run(write_run(tmp_path / "run", measured)))
+    assert 'data-key="my.metrics:sharpness"' in html
+    assert html.count(">0.625<") == 2
+    (address,) = [each for each in read(html).addresses if each.startswith("data:text/csv")]
+    with urllib.request.urlopen(address) as answer:
+        (head, *lines) = csv.reader(answer.read().decode().splitlines())
+    assert {line[head.index("my.metrics:sharpness")] for line in lines} == {"0.625"}
+
+
+def test_a_leak_that_is_not_the_headline_is_named_on_the_first_screen(tmp_path: Path) -> None:
+    entries = played(target_clients=8, cases=CASES[:2])
+    for entry in entries[2:]:
+        for record in entry["records"]:
+            record["per_image"][0] |= {"success": 0, "identified": True}
+    html = audit_page(load_run(write_run(tmp_path / "run", entries)))
+    first = read(html[: html.index("<main>")]).text
+    assert "0 of 8 identifiable" in first
+    assert "8 of 8 identified" in first
 
 
 def test_every_foreign_text_is_escaped(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
@@ -177,7 +200,7 @@ def test_every_foreign_text_is_escaped(tmp_path: Path, trials: list[dict[str, An
     assert "alert(1)" in read(html).text
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)
     assert data is not None
-    assert EVIL in json.loads(data[1])["rows"][0]["defence"]
+    assert any(EVIL in spot["name"] for spot in json.loads(data[1])["fronts"][0]["views"][0]["spots"])
 
 
 def test_page_without_images_has_a_note(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
@@ -191,16 +214,17 @@ def test_failed_and_unfinished_trials_are_named(tmp_path: Path, trials: list[dic
     info = json.loads((run / "run.json").read_text("utf-8"))
     (run / "run.json").write_text(json.dumps(info | {"trials": [*info["trials"], "later-1", "later-2"]}), "utf-8")
     text = read(audit_page(load_run(run))).text
-    assert "1 of 3 attack runs failed" in text
+    assert "1 of 3 trials failed and count nowhere" in text
+    assert "later-1 not done yet" in text
     assert "RuntimeError: out of memory" in text
     assert "1 whole attack run failed" in text
-    assert "2 of 5 attack runs are not done yet" in text
+    assert "2 of 5 trials are not done yet" in text
 
 
 def test_a_run_in_which_everything_failed_still_gives_a_page(tmp_path: Path) -> None:
     text = read(audit_page(load_run(write_run(tmp_path / "run", [failed_trial("boom")])))).text
-    assert "there is no verdict" in text
-    assert "boom" in text
+    assert "Not tested Dlg failed: boom." in text
+    assert "1 of 1 trials failed" in text
 
 
 def test_colour_images_and_batches(tmp_path: Path) -> None:
@@ -250,15 +274,15 @@ def test_bound_is_shown_next_to_the_measured_error(tmp_path: Path, trials: list[
         trial["info"]["unbounded"] = None if noisy else "no noise is added <at all>"
     html = audit_page(load_run(write_run(tmp_path / "run", bounded)))
     seen = 0
-    for article in re.findall(r'<article class="verdict.*?</article>', html, re.S):
-        noisy = "gaussian(std=0.01)</h3>" in article
-        for line in re.findall(r"<tr><td>.*?</tr>", article, re.S):
+    for entry in re.findall(r'<details class="verdict.*?</details>', html, re.S)[:-1]:
+        noisy = "<b>gaussian(std=0.01)</b>" in entry
+        for line in re.findall(r"<tr><td>.*?</tr>", entry, re.S):
             values = re.findall(r"<td[^>]*>(.*?)</td>", line, re.S)
             assert 0 <= float(values[8]) < 1
             assert values[9] == ("0.0123" if noisy else '<span title="no noise is added &lt;at all&gt;">–</span>')
             seen += 1
-        assert ("<small>bound 0.0123</small>" in article) == noisy
-    assert seen == len(bounded)
+        assert ("<small>bound 0.0123</small>" in entry) == noisy
+    assert 6 < seen <= len(bounded)
     (table,) = re.findall(r'<section id="table".*?</section>', html, re.S)
     keys = re.findall(r'data-key="([^"]*)"', table)
     assert keys.index("mse_bound") == keys.index("mse") + 1

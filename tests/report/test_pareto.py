@@ -27,7 +27,7 @@ from tests.audit.test_training import RUN
 from tests.report.parsed_page import read
 from tests.report.trials import row
 
-ACCURACY, BYTES, SECONDS = AXES
+ACCURACY, BYTES, _ = AXES
 SECRET = {"knowledge": {"send.*": "known"}, "grants": ["send.noise: its true value"]}
 
 
@@ -168,7 +168,7 @@ def test_unknown_cost_is_left_out() -> None:
         del each.trial.info["training"]["client_seconds"]
     drawn = chart(*rows)
     assert drawn.overall == "Dominated in leak, accuracy and bytes at once: No defence, by dgp."
-    assert drawn.worst.sentence(SECONDS) == "No defence has both a rate and a cost."
+    assert [axis.key for axis in drawn.axes] == ["accuracy", "bytes"]
 
 
 def test_guarantee_is_of_the_training_unless_another_is_planned() -> None:
@@ -187,8 +187,12 @@ def test_settings_are_compared_within_themselves() -> None:
     assert [drawn.setting.batch for drawn in charts(verdicts(numbered), (), {})] == [1, 2]
 
 
-def test_an_audit_without_a_training_has_no_such_charts() -> None:
-    assert charts(verdicts([row(3)]), (), {}) == []
+def test_without_a_training_the_costs_are_those_of_an_update() -> None:
+    rows = [row(3, distance=0.5, number=0), row(32, defence="none", simulated_client="naive", distance=0.0, number=1)]
+    (drawn,) = charts(verdicts(rows), (), {})
+    assert [axis.key for axis in drawn.axes] == ["bytes", "distortion"]
+    assert spot(drawn, "dgp").costs == {"bytes": (10.0, 10.0, 10.0), "distortion": (0.5, 0.5, 0.5)}
+    assert charts(verdicts([row(3, bytes_sent=None)]), (), {}) == []
     assert front_of(row(3), fronts_by_defence([row(3)])) is None
 
 

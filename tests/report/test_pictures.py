@@ -1,6 +1,11 @@
-"""PNGs against an independent decoder, contact sheets against a naive loop, pairs in order."""
+"""Pictures: PNGs against an independent decoder, outcomes in words, the same images under every defence."""
 
+from __future__ import annotations
+
+import base64
 import io
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,10 +13,16 @@ import torch
 from imageio.v3 import imread
 
 from gradveil.audit.result_rows import Row
-from gradveil.audit.run_directory import Trial
-from gradveil.report.pictures import Album, contact_sheet, pairs, png
+from gradveil.audit.run_directory import Trial, load_run
+from gradveil.audit.verdict import verdicts
+from gradveil.report import audit_page
+from gradveil.report.exhibits import exhibits, halls, most_telling
+from gradveil.report.identical_trials import identical, named, short_names
+from gradveil.report.pictures import SIDE, outcome, picture_uri, pictures_of, png, room_of_each
 from tests.report.images import faces
-from tests.report.runs import ATTACKS, CASES, trial
+from tests.report.parsed_page import read
+from tests.report.runs import ATTACKS, CASES, played, trial, write_run
+from tests.report.trials import BARE, row
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -28,57 +39,142 @@ def test_png_of_values_out_of_range() -> None:
     assert imread(io.BytesIO(png(image)), extension=".png").tolist() == [[0, 0, 255, 255]]
 
 
-def test_contact_sheet_places_every_tile(generator: torch.Generator) -> None:
-    tiles = torch.rand(11, 3, 4, 6, generator=generator)
-    sheet = contact_sheet(tiles, columns=4)
-    assert sheet.shape == (3, 12, 24)
-    for number, tile in enumerate(tiles):
-        y, x = 4 * (number // 4), 6 * (number % 4)
-        assert torch.equal(sheet[:, y : y + 4, x : x + 6], tile)
-    assert sheet[:, 8:, 18:].sum() == 0
+@pytest.mark.parametrize(("shape", "shown"), [((1, 20, 10), (20, 10)), ((3, 4 * SIDE, 2 * SIDE), (SIDE, SIDE // 2, 3))])
+def test_large_images_are_averaged_down_and_small_ones_kept(shape: tuple[int, ...], shown: tuple[int, ...]) -> None:
+    content = base64.b64decode(picture_uri(torch.full(shape, 0.5)).partition(",")[2])
+    decoded = imread(io.BytesIO(content), extension=".png")
+    assert decoded.shape == shown
+    assert set(decoded.ravel()) == {128}
 
 
-def test_equal_sheets_are_kept_once() -> None:
-    album = Album()
-    truth = faces(3)
-    assert [album.add(truth, "a"), album.add(1 - truth, "b"), album.add(truth.clone(), "a")] == [0, 1, 0]
-    assert [sheet.caption for sheet in album.sheets] == ["a", "b"]
+@pytest.mark.parametrize(
+    ("scores", "status", "expected"),
+    [
+        ({"success": 1, "identified": True}, "budget", "identifiable"),
+        ({"success": 1, "identified": None}, "budget", "identifiable"),
+        ({"success": 1, "identified": False}, "budget", "recovered"),
+        ({"success": 0, "identified": True}, "diverged", "identified"),
+        ({"success": 0, "identified": False}, "budget", "neither"),
+        ({"success": 0}, "diverged", "diverged"),
+    ],
+)
+def test_outcome_is_of_recovery_and_identification(scores: dict[str, Any], status: str, expected: str) -> None:
+    assert outcome(scores, status) == expected
 
 
-def rows(batch: int = 1) -> list[Row]:
-    truth = faces(4 * batch).reshape(4, batch, 1, 32, 32)
-    made = [trial(case, ATTACKS[1], "naive", 0, truth) for case in CASES[:3]]
+def rows(*cases: int, batch: int = 1, seeds: tuple[int, ...] = (0,)) -> list[Row]:
+    made = [
+        trial(
+            CASES[case],
+            ATTACKS[1],
+            "naive",
+            seed,
+            faces(4 * batch * (seed + 1))[-4 * batch :].view(4, batch, 1, 32, 32),
+        )
+        for seed in seeds
+        for case in cases
+    ]
     return [Row(n, Trial(m["info"], m["records"], None, m["images"])) for n, m in enumerate(made)]
 
 
-def test_pairs_show_the_worst_leak_first_with_its_own_tile_and_score() -> None:
-    played = rows(batch=2)
-    listed = pairs(played, Album())
-    similarities = [pair["ssim"] for pair in listed]
-    assert similarities == sorted(similarities, reverse=True)
-    assert len(listed) == 24
-    for pair in listed:
-        target_client, place = divmod(pair["tile"], 2)
-        record = played[pair["row"]].trial.records[target_client]
-        assert pair["ssim"] == record["per_image"][place]["ssim"]
-        assert pair["recovered"] == (pair["ssim"] > 0.5)
-        assert pair["target_client"] == f"{target_client}.{place}"
+def shots(played_rows: list[Row]) -> dict[int, Any]:
+    return {each.number: found for each in played_rows if (found := pictures_of(each, 99)) is not None}
 
 
-def test_truths_are_shared_and_transformed_truths_are_shown() -> None:
-    played = rows()
-    album = Album()
-    listed = pairs(played, album)
-    assert len({pair["truth"] for pair in listed}) == 1
-    assert len(album.sheets) == 4
-    assert {pair["trained"] for pair in listed} == {None}
-    kept = dict(played[0].trial.kept)
-    changed = Row(
-        0, Trial(played[0].trial.info, played[0].trial.records, None, kept | {"truth_transformed": 1 - kept["truth"]})
+def test_pictures_of_a_batch_are_in_order_with_their_own_score() -> None:
+    (one,) = rows(2, batch=2)
+    found = pictures_of(one, 99)
+    assert found is not None
+    images = [image for record in one.trial.records for image in record["per_image"]]
+    assert found.ssims == tuple(image["ssim"] for image in images)
+    assert [picture.outcome for picture in found.reconstructions] == [outcome(image) for image in images]
+    assert found.ssims[found.worst] == max(found.ssims)
+    assert sorted(found.ssims, reverse=True)[len(images) // 2] == found.ssims[found.median]
+    assert found.truths[2].uri == picture_uri(one.trial.images()["truth"][1, 0])  # type: ignore[index]
+
+
+def test_trials_without_images_have_no_pictures() -> None:
+    bare = rows(0)[0]
+    assert pictures_of(Row(0, Trial(bare.trial.info, bare.trial.records)), 99) is None
+    assert room_of_each([Row(0, Trial(bare.trial.info, bare.trial.records))]) == 0
+
+
+def test_many_trials_share_the_room_of_the_page() -> None:
+    one = rows(0)[0]
+    few, many = room_of_each([one]), room_of_each([one] * 300)
+    assert few > 1000 > many >= 6
+    assert len(pictures_of(one, 2).truths) == 2  # type: ignore[union-attr]
+
+
+def test_identical_reconstructions_are_one_entry_of_both_attacks() -> None:
+    first, second, other = rows(1, 1, 2)
+    other = Row(
+        2, Trial(first.info | {"attack": "cdia", "preset": "cdia"}, first.trial.records, None, second.trial.kept)
     )
-    assert None not in {pair["trained"] for pair in pairs([changed], Album())}
+    different = Row(
+        3, Trial(first.info | {"attack": "dlg", "preset": "dlg"}, first.trial.records, None, rows(3)[0].trial.kept)
+    )
+    played_rows = [first, other, different]
+    groups = identical(played_rows, shots(played_rows))
+    assert [len(group) for group in groups] == [2, 1]
+    names = short_names(played_rows)
+    assert named(groups[0], names) == "ig, cdia (identical)"
+    assert named(groups[1], names) == "dlg, non-adaptive"
 
 
-def test_trials_without_images_give_no_pairs() -> None:
-    bare = rows()[0]
-    assert pairs([Row(0, Trial(bare.trial.info, bare.trial.records))], Album()) == []
+def test_without_images_equal_scores_of_every_image_are_identical() -> None:
+    first, second = rows(1, 1)
+    assert len(identical([first, second], {})) == 1
+    plain = [row(3, number=0), row(3, number=1)]
+    assert len(identical(plain, {})) == 2, "no score tells them apart"
+
+
+def test_attacks_of_one_preset_keep_their_whole_names() -> None:
+    two = [row(1, attack="ig"), row(1, attack="ig(lr=1)"), row(1, attack="cdia(iterations=9)")]
+    assert list(short_names(two).values()) == ["ig", "ig(lr=1)", "cdia"]
+
+
+def test_pictures_are_of_the_same_private_images_where_the_strongest_seeds_differ() -> None:
+    played_rows = rows(0, 1, 2, seeds=(0, 1))
+    # The verdict on one defence quotes the other seed, which attacked other images.
+    for record in played_rows[4].trial.records:
+        record["per_image"][0] |= {"success": 1, "identified": True}
+    for record in played_rows[1].trial.records:
+        record["per_image"][0]["success"] = 0
+    judged = verdicts(played_rows)
+    shown = exhibits(judged, shots(played_rows), short_names(played_rows))
+    (hall,) = halls(shown)
+    assert len(hall.exhibits) == 3
+    assert {each.pictures.truth_digest for each in hall.exhibits if each.pictures} == {
+        hall.exhibits[0].pictures.truth_digest  # type: ignore[union-attr]
+    }
+    assert [each.other_seed is not None for each in shown].count(True) == 1
+
+
+def test_first_screen_has_no_defence_the_worst_and_the_best() -> None:
+    tried = [BARE, row(20, defence="prune"), row(16, defence="gaussian"), row(4, defence="clip"), row(0, defence="dp")]
+    shown = exhibits(verdicts(tried), {}, short_names(tried))
+    assert [each.verdict.defence for each in most_telling(shown)] == ["none", "prune", "dp"]
+    assert [each.verdict.defence for each in most_telling(shown, "clip")] == ["none", "prune", "clip"]
+    assert len(most_telling(shown[:2])) == 2
+
+
+def test_of_equal_rates_the_cheapest_defence_is_the_best() -> None:
+    def best(*offers: tuple[str, float, float]) -> str:
+        tried = [row(0, defence=name, bytes_sent=sent, distance=moved) for name, sent, moved in offers]
+        shown = exhibits(verdicts([*tried, BARE, row(20, defence="prune")]), {}, short_names([*tried, BARE]))
+        return most_telling(shown)[-1].verdict.defence
+
+    assert best(("dp", 20.0, 0.1), ("dgp", 10.0, 0.9), ("clip(1)", 20.0, 0.05)) == "dgp"
+    assert best(("dp", 10.0, 0.1), ("dgp", 10.0, 0.9), ("clip(1)", 10.0, 0.05)) == "clip(1)"
+
+
+def test_every_picture_of_the_page_has_a_text_and_private_images_come_once_a_band(tmp_path: Path) -> None:
+    run = load_run(write_run(tmp_path / "run", played(target_clients=10, cases=CASES[:3])))
+    html = audit_page(run)
+    images = html.count("<img")
+    assert images == html.count('alt="Private image') + html.count('alt="Reconstruction')
+    text = read(html).text
+    assert "Private images 1–8" in text
+    assert "Private images 9–10" in text
+    assert text.count("Worst") == 1 + 3

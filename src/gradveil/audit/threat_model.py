@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gradveil.audit.budgets import read_budget
+from gradveil.audit.audit_config import AUTO
+from gradveil.audit.budgets import AUTO_SECONDS, read_budget
 from gradveil.audit.result_rows import Row
 from gradveil.core.formatting import duration, listing, plural
 
@@ -49,29 +50,35 @@ def unknown_to_all(rows: Sequence[Row]) -> str:
 
 def scope(rows: Sequence[Row], config: Mapping[str, Any]) -> str:
     """State what an audit covers, images, and what these trials left untried, each with the setting that tries it."""
-    missing = list[str]()
+    missing = [f"{name} ({setting})" for name, setting in untried(rows, config)]
+    rest = f" Not tried: {listing(missing)}." if missing else ""
+    covers = "Scope: reconstruction of images, no other data and no inference of membership or properties."
+    return f"{covers}{rest}"
+
+
+def untried(rows: Sequence[Row], config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """List what these trials left untried, each with the setting that tries it."""
+    missing = list[tuple[str, str]]()
     if rows and not any(row.attacker in ("undefended", "adaptive") for row in rows):
-        missing.append("adaptive attacks (attack adaptive)")
+        missing.append(("adaptive attacks", "attack adaptive"))
     if rows and not any("observed" in row.info for row in rows):
-        missing += [] if any(row.planted for row in rows) else ["a malicious server (attack malicious)"]
-        missing += [] if any(row.setting.batch > 1 for row in rows) else ["batches (client.batch)"]
-        missing += [] if any(row.local for row in rows) else ["local training (client.local)"]
+        missing += [] if any(row.planted for row in rows) else [("a malicious server", "attack malicious")]
+        missing += [] if any(row.setting.batch > 1 for row in rows) else [("batches", "client.batch")]
+        missing += [] if any(row.local for row in rows) else [("local training", "client.local")]
         weights = (config.get("model") or {}).get("weights")
         known = weights or any(row.setting.trained for row in rows)
-        missing += [] if known else ["trained weights (model.weights, --train)"]
+        missing += [] if known else [("trained weights", "model.weights, --train")]
         missing += _rounds_untried(rows)
-    untried = f" Not tried: {listing(missing)}." if missing else ""
-    covers = "Scope: reconstruction of images, no other data and no inference of membership or properties."
-    return f"{covers}{untried}"
+    return missing
 
 
-def _rounds_untried(rows: Sequence[Row]) -> list[str]:
+def _rounds_untried(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Name what no attack made of several rounds: watching them is not using them."""
     if not any(row.setting.round for row in rows):
-        return ["several rounds (rounds)"]
+        return [("several rounds", "rounds")]
     if any(len(row.rounds_used or ()) > 1 for row in rows):
         return []
-    return ["more than one of the rounds watched (attack 'cdia(rounds=all)' or averaging)"]
+    return [("more than one of the rounds watched", "attack 'cdia(rounds=all)' or averaging")]
 
 
 def _trained(rows: Sequence[Row]) -> Iterator[str]:
@@ -108,6 +115,9 @@ def _looks_at(row: Row) -> str | None:
 def _spent(budget: str | None, rows: Sequence[Row]) -> Iterator[str]:
     """Say what attackers may spend, and where they spent more: one iteration, or one epoch, is always made."""
     if budget is None:
+        return
+    if budget == AUTO:
+        yield f"Attacks that set no iterations of their own share {_amount(AUTO_SECONDS, True)}."
         return
     limit = read_budget(budget)
     timed = limit.unit == "seconds"

@@ -1,4 +1,4 @@
-"""The page of an audit."""
+"""The page of an audit: verdict, pictures and recommendation first, then costs, details, trials and method."""
 
 from __future__ import annotations
 
@@ -6,36 +6,42 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradveil.audit.attack_check import STATES, descent, examine
-from gradveil.audit.attack_check import guesses as only_guesses
 from gradveil.audit.attack_selection import ATTACKERS, POSITIONS
 from gradveil.audit.defence_costs import Costs, costs_of
-from gradveil.audit.findings import Findings, findings, headline, hits, strongest
-from gradveil.audit.result_rows import BASELINES, Row, TrialSetting
-from gradveil.audit.run_directory import Run, Trial
-from gradveil.audit.threat_model import scope, threat_model
-from gradveil.audit.verdict import Verdict
-from gradveil.core.formatting import interval, listing, percent, plural, size
+from gradveil.audit.findings import Findings, findings, headline, hits
+from gradveil.audit.result_rows import BASELINES, Row
+from gradveil.audit.run_directory import Run
+from gradveil.audit.threat_model import scope, threat_model, untried
+from gradveil.core.formatting import interval, listing, plural
 from gradveil.federated.training_groups import proven
 from gradveil.report import method, pareto, plots, trial_table
-from gradveil.report.page import PageSection, card, frame, render, section
-from gradveil.report.pictures import Album, contact_sheet, data_uri, pairs, png
+from gradveil.report.defence_lines import defence_tables
+from gradveil.report.exhibits import Exhibit, exhibits, halls, leading_setting, most_telling
+from gradveil.report.identical_trials import KINDS, identical, named, short_names
+from gradveil.report.legend import legend
+from gradveil.report.page import PageSection, frame, render, section
+from gradveil.report.pictures import OUTCOMES, Picture, data_uri, picture_uri, pictures_of, room_of_each
 from gradveil.report.table import table_body
 
 _FUNCTIONS = {
     "headline": headline,
-    "strongest": strongest,
     "hits": hits,
     "interval": interval,
     "descent": descent,
     "examine": examine,
     "proven": proven,
+    "identical": identical,
+    "named": named,
 }
 _TERMS = {
     "positions": POSITIONS,
     "states": STATES,
     "baselines": BASELINES,
     "trained_on": trial_table.TRAINED_ON,
+    "attackers_of": {"undefended": "–", **KINDS},
 }
+_ACROSS = 6
+"""Private images on the first screen."""
 
 
 def audit_page(run: Run, costs: Costs | None = None) -> str:
@@ -49,13 +55,13 @@ def sections(shown: Mapping[str, Any]) -> list[PageSection]:
     rows, is_scored = shown["rows"], bool(shown["rows"]) or not shown["guesses"]
     every = (
         (shown["recorded"], section("observed", "Records", "Recorded updates")),
-        (is_scored, section("verdicts", "Verdicts", "Verdicts")),
-        (shown["fronts"], section("front", "Front", "Leak against cost")),
-        (rows, section("tradeoffs", "Cost", "What privacy costs")),
-        (shown["budget"], section("budget", "Budget", "Quality against budget")),
-        (is_scored, section("images", "Images", "What the attacker sees")),
-        (is_scored, section("table", "Table", "Every attack run")),
+        (is_scored, section("defences", "Defences", "Defences")),
+        (shown["fronts"], section("front", "Cost", "Leak against cost")),
+        (rows, section("pictures", "Pictures", "Private images and reconstructions")),
+        (rows, section("details", "Details", "Details of each defence")),
+        (is_scored, section("table", "Trials", "All trials")),
         (True, section("method", "Method", "Method", "audit_method")),
+        (shown["legend"], section("legend", "Legend", "Legend")),
     )
     return [each for is_shown, each in every if is_shown]
 
@@ -71,60 +77,92 @@ def context(run: Run, costs: Costs | None = None) -> dict[str, Any]:
     rows = [row for row in every if row.trial.unscored is None]
     unscored = [row for row in every if row.trial.unscored is not None]
     config = run.info.get("config") or {}
-    album = Album()
-    shots = pairs(rows, album)
     progress = plots.progress_charts(result.verdicts)
     fronts = pareto.charts(result.verdicts, empty, config, costs)
+    thresholds = sorted({float(trial.info.get("threshold", 0.5)) for trial in finished})
+    room = room_of_each(rows)
+    pictures = {row.number: found for row in rows if (found := pictures_of(row, room)) is not None}
+    names = short_names(every)
+    shown = exhibits(result.verdicts, pictures, names)
     return {
         **frame(run.info, "Gradient inversion audit", run.info.get("name") or "audit", config, _hardware(run.info)),
-        **_title(run, result, config),
+        **_opening(run, result, config, shown),
         **_TERMS,
         **_FUNCTIONS,
-        "cards": cards(result.verdicts, failed, len(unscored)),
         "recorded": any("observed" in row.info for row in every),
         "guesses": guesses(unscored),
         "notes": notes(every),
-        "thresholds": sorted({float(trial.info.get("threshold", 0.5)) for trial in finished}),
+        "thresholds": thresholds,
         "verdicts": result.verdicts,
-        "gaps": result.gaps,
-        "settings": _settings(result),
+        "tables": defence_tables(shown, result.gaps),
+        "exhibits": shown,
+        "halls": halls(shown),
+        "pictures": pictures,
+        "names": names,
         "control": result.control,
         "rows": rows,
-        **_table(rows),
+        **_table(run, rows),
         "statuses": method.statuses(every, len(failed)),
         "missing": method.missing([t.info for t in run.trials], [r for row in rows for r in row.trial.records]),
-        "has_images": bool(shots),
-        "sheets": album.sheets,
         "budget": progress,
         **pareto.section(fronts, rows),
-        "failed": failed,
-        "unfit": list(dict.fromkeys((t.info["defence"], t.info["attack"], t.failed) for t in empty if t.unfit)),
+        "legend": legend(result, thresholds),
         **method.section(run.info, every, rows),
-        "data": {
-            **_script_data(rows, shots, album),
-            "points": plots.points([row for row in rows if not row.is_control]),
-            "curves": plots.curves(progress, rows),
-            "fronts": plots.fronts(fronts, rows),
-            "side_by_side": side_by_side(result.verdicts, shots),
-        },
+        "data": {"curves": plots.curves(progress, rows), "fronts": plots.fronts(fronts, rows)},
     }
 
 
-def _title(run: Run, result: Findings, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the texts above the key numbers."""
-    planned = len(run.info.get("trials") or ())
-    settings = _settings(result)
-    several = f"{len(settings)} settings, judged separately; the key numbers are of the one that leaks most"
+def _opening(run: Run, result: Findings, config: Mapping[str, Any], shown: Sequence[Exhibit]) -> dict[str, Any]:
+    """Return what the first screen shows: the verdict, the most telling pictures, the recommendation, the basis."""
+    setting = leading_setting(result.verdicts)
+    here = [each for each in shown if each.verdict.setting == setting]
+    telling = most_telling(here)
+    settings = {entry.setting for entry in result.entries}
+    with_pictures = [each for each in telling if each.pictures is not None]
+    first = with_pictures[0].pictures if with_pictures else None
+    same = [each for each in telling if each.pictures and first and each.pictures.truth_digest == first.truth_digest]
+    judged = [row for row in result.finished if not row.is_control]
     return {
-        "subtitle": several if len(settings) > 1 else "".join(setting.title() for setting in settings),
         "verdict": result.sentence,
-        "recommendation": result.recommendation,
+        "opening": telling,
+        "opening_setting": setting.title() if setting and len(settings) > 1 else "",
+        "opening_truths": first.truths[:_ACROSS] if first else (),
+        "opening_same": [each.row.number for each in same],
+        "across": _ACROSS,
+        "others": [each.name for each in here if each not in telling],
+        "recommendation": result.recommendation and result.recommendation.text,
+        "basis": _basis(result.finished),
+        "not_tested": listing(name for name, _ in untried(judged, config)),
         "threat": threat_model(result.finished, config),
-        "scope": scope([row for row in result.finished if not row.is_control], config),
-        "planned": planned,
-        "unfinished": max(0, planned - len(run.trials)),
+        "scope": scope(judged, config),
         "warnings": run.info.get("warnings", []),
+        **_status(run, result),
     }
+
+
+def _status(run: Run, result: Findings) -> dict[str, Any]:
+    """Count the trials without a result."""
+    planned = run.info.get("trials") or ()
+    return {
+        "planned": len(planned),
+        "unfinished": max(0, len(planned) - len(run.trials)),
+        "failed": sum(trial.broken for trial in run.trials),
+        "done": len(result.rows),
+        "without_result": trial_table.without_result(run.trials, planned),
+    }
+
+
+def _basis(rows: Sequence[Row]) -> str:
+    """Describe in a line what the verdict rests on."""
+    if not rows:
+        return "no trial has finished"
+    settings = dict.fromkeys(row.setting.title() for row in rows)
+    title = next(iter(settings)) if len(settings) == 1 else f"{len(settings)} settings"
+    labels = all(any(grant.startswith("targets:") for grant in row.info.get("grants", ())) for row in rows)
+    images, attacks = max(row.images for row in rows), len({row.attack for row in rows if not row.is_control})
+    counted = [plural(images, "private image")] if images else []
+    facts = [title, *(["labels known to the attacker"] if labels else []), *counted, plural(attacks, "attack")]
+    return ", ".join(facts)
 
 
 def _hardware(info: Mapping[str, Any]) -> str:
@@ -133,16 +171,12 @@ def _hardware(info: Mapping[str, Any]) -> str:
     return ", ".join(str(part) for part in (machine.get("cpu"), cores, machine.get("device")) if part)
 
 
-def _settings(result: Findings) -> list[TrialSetting]:
-    return list(dict.fromkeys(entry.setting for entry in result.entries)) if result.verdicts else []
-
-
-def _table(rows: Sequence[Row]) -> dict[str, Any]:
+def _table(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
     """Return the table of all trials and its CSV."""
     columns = trial_table.columns(rows)
     csv = data_uri(trial_table.trials_as_csv(rows, columns).encode(), "text/csv;charset=utf-8")
     return {
-        "table_label": "Scores, controls, costs and attack check of every attack run",
+        "table_label": "Scores, controls, costs and attack check of every trial",
         "columns": columns,
         "body": table_body(trial_table.ranked(rows), columns),
         "sorted_by": "asr",
@@ -167,98 +201,29 @@ def guesses(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 }
                 for observed, record in zip(row.info["observed"], row.trial.records, strict=True)
             ],
-            "picture": _picture(row),
+            "pictures": _guessed(row),
         }
         for row in rows
     ]
 
 
-def _picture(row: Row) -> str | None:
-    images = row.trial.images()
+def _guessed(row: Row) -> list[Picture]:
+    """Encode the reconstructions of a trial without ground truth, in the order of the target clients."""
+    images = (row.trial.images() or {}).get("reconstruction")
     if images is None:
-        return None
-    flat = images["reconstruction"].flatten(0, 1)
-    return data_uri(png(contact_sheet(flat if flat.shape[1] in (1, 3) else flat[:, :1])))
+        return []
+    found = list[Picture]()
+    room = room_of_each([row])
+    batch = images.shape[1]
+    for place, image in enumerate(images.flatten(0, 1)[:room]):
+        record, observed = row.trial.records[place // batch], row.info["observed"][place // batch]
+        name = f"client {observed['client']}, round {observed['round']}"
+        caption = "diverged" if record["objective"] is None else OUTCOMES["unknown"]
+        alt = f"Reconstruction for {name}, assumed {row.defence}, by {row.attack}: {caption}"
+        found.append(Picture(picture_uri(image), alt, name, "diverged" if record["objective"] is None else ""))
+    return found
 
 
 def notes(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """List the facts of the records that contradict a simulated client or that it assumes, each with that client."""
     return list(dict.fromkeys((row.defence, note) for row in rows for note in row.info.get("notes", ())))
-
-
-def _script_data(rows: Sequence[Row], shots: list[dict[str, Any]], album: Album) -> dict[str, Any]:
-    return {
-        "pairs": shots,
-        "sheets": [
-            {"number": s.number, "columns": s.columns, "height": s.height, "width": s.width} for s in album.sheets
-        ],
-        "rows": [
-            {
-                "number": row.number,
-                "defence": row.defence_name,
-                "attack": row.attack,
-                "attacker": "" if row.attacker == "undefended" else ATTACKERS[row.attacker][0],
-                "seed": row.seed,
-                "setting": row.setting.title(),
-            }
-            for row in rows
-        ],
-    }
-
-
-def cards(judged: Sequence[Verdict], failed: Sequence[Trial], unscored: int = 0) -> list[dict[str, str]]:
-    """Choose the key numbers: the leak without a defence, the best defence, its cost, and the number of attack runs.
-
-    Rates of different settings do not compare, so all come from the setting that leaks most (without a defence, where
-    that was run). Of defences with the same rate the cheapest is the best: fewest bytes, then the smallest distance.
-    """
-    result = []
-    runs = sum(len(v.rows) for v in judged) + unscored
-    undefended = max((v for v in judged if v.undefended), key=lambda v: v.rate, default=None)
-    worst = undefended or max(judged, key=lambda v: v.rate, default=None)
-    judged = [v for v in judged if worst is not None and v.setting == worst.setting]
-    if undefended is not None:
-        detail = f"{undefended.best.attack} is the strongest attack"
-        result.append(_rate_card("Identifiable without a defence", undefended, detail))
-    defended = [v for v in judged if not v.undefended]
-    sound = [v for v in defended if v.level in ("not broken", "leaks") and not v.doubts]
-    attacked = [v for v in sound if any(r.attacker == "adaptive" and not only_guesses(r) for r in v.judged)]
-    if attacked:
-        best = min(attacked, key=lambda v: (v.rate, v.price.order))
-        best_card = _rate_card("Best defence against adaptive attacks", best, best.best.defence_name)
-        # The table below shows lower rates, so the card names them.
-        lower = [v.best.defence_name for v in defended if v.rate < best.rate]
-        best_card["detail"] += f" · lower, but not proven: {listing(lower)}" if lower else ""
-        result += [best_card, _cost_card(best)]
-    elif defended:
-        best = min(defended, key=lambda v: (v.rate, v.price.order))
-        detail = f"{best.best.defence_name}: see its verdict"
-        result += [_rate_card("Lowest rate, not proven", best, detail), _cost_card(best)]
-    detail = plural(len(failed), "failed attack run") + ", listed below" if failed else "none failed"
-    return [*result, card("Attacks run", str(runs), detail)]
-
-
-def _rate_card(label: str, verdict: Verdict, detail: str) -> dict[str, str]:
-    images = plural(verdict.images, "image")
-    counted = f"{verdict.identifiable} of {images} recovered and identified, 95% CI {interval(*verdict.interval)}"
-    details = " · ".join(filter(None, (detail, counted, verdict.leaked)))
-    return card(label, percent(verdict.rate), details, verdict.level)
-
-
-def _cost_card(verdict: Verdict) -> dict[str, str]:
-    return card("Its cost: bytes of an update", size(verdict.price.sent), verdict.price.detail())
-
-
-def side_by_side(judged: Sequence[Verdict], shots: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Choose, for every setting, the trials that show the same targets under every defence, strongest attacks only.
-
-    A defence whose strongest attack has other target clients (of another seed, for example) is left out.
-    """
-    truths = {shot["row"]: shot["truth"] for shot in shots}
-    result = []
-    for setting in dict.fromkeys(verdict.setting for verdict in judged):
-        best = [v.best for v in judged if v.setting == setting and v.best.number in truths]
-        same = [row.number for row in best if truths[row.number] == truths[best[0].number]]
-        if len(same) > 1:
-            result.append({"title": setting.title(), "rows": same})
-    return result

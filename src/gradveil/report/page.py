@@ -1,4 +1,4 @@
-"""The frame of every page: title, key numbers, sections, one style and one script, in a file that needs no network."""
+"""The frame of every page: headline, sections, one style and one script, in a file that needs no network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradveil.core.formatting import duration, number, percent, size
 
 TEMPLATES = Path(__file__).parent / "templates"
 """The folder of templates, scripts and the style."""
-_SCRIPTS = ("page.js", "plots.js", "tradeoffs.js", "front.js", "budget.js", "curves.js", "images.js")
+_SCRIPTS = ("page.js", "plots.js", "front.js", "budget.js", "curves.js")
 _ICONS = {"broken": "✕", "leaks": "!", "not broken": "✓", "inconclusive": "~", "not tested": "?"}
 
 
@@ -31,11 +31,6 @@ class PageSection(NamedTuple):
 def section(id: str, label: str, title: str, template: str = "") -> PageSection:
     """Make a section whose template has the name of its anchor unless another is given."""
     return PageSection(id, label, title, template or id)
-
-
-def card(label: str, value: str, detail: str, level: str = "") -> dict[str, str]:
-    """Make a key number for the top of a page; a level colours it."""
-    return {"label": label, "value": value, "detail": detail, "level": level}
 
 
 def frame(info: Mapping[str, Any], kind: str, name: str, config: Any, hardware: str = "") -> dict[str, Any]:

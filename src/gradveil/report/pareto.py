@@ -1,4 +1,4 @@
-"""Pareto fronts of the defences: leak against what a training says of accuracy, bytes and time.
+"""Pareto fronts of defences: leak against what a training says of accuracy, bytes and time, or the bytes of an update.
 
 The leak of a defence is the rate of its verdict: the strongest attacker that knows no client secrets, mean over seeds.
 """
@@ -78,7 +78,12 @@ AXES = (
     Axis("bytes", "Bytes per round", "sent by all clients, as encoded: better to the left", size, "bytes"),
     Axis("seconds", "Seconds per client", "to compute an update (median): better to the left", _seconds, "time"),
 )
-"""The costs of a defence."""
+"""The costs of a defence over a training."""
+UPDATE_AXES = (
+    Axis("bytes", "Bytes per update", "as encoded: better to the left", size, "bytes"),
+    Axis("distortion", "Update distortion", "relative L2 distance: better to the left", number, "distortion"),
+)
+"""The costs of a defence for one update, where nothing was trained."""
 Span = tuple[float, float, float]
 """The mean over the seeds, the lowest and the highest."""
 
@@ -175,6 +180,8 @@ class ParetoChart:
     """One setting with its views: the worst stage of each defence first, then every stage."""
 
     setting: TrialSetting
+    axes: tuple[Axis, ...]
+    """The costs that are known."""
     views: tuple[View, ...]
     missing: tuple[tuple[str, str], ...]
     """Defences without any rate, each with the reason."""
@@ -194,9 +201,8 @@ class ParetoChart:
     @property
     def overall(self) -> str:
         """List the defences that another dominates in all criteria at once."""
-        axes = [axis for axis in AXES if any(axis.key in spot.costs for spot in self.worst.spots)]
-        dominated = _compare(self.worst.spots, axes)[1]
-        criteria = listing(["leak", *(axis.criterion for axis in axes)])
+        dominated = _compare(self.worst.spots, self.axes)[1]
+        criteria = listing(["leak", *(axis.criterion for axis in self.axes)])
         if not dominated:
             return f"No defence is dominated in {criteria} at once."
         return f"Dominated in {criteria} at once: {_grouped(dominated)}."
@@ -214,18 +220,27 @@ def charts(
     config: Mapping[str, Any],
     measured: Costs = MappingProxyType({}),
 ) -> list[ParetoChart]:
-    """Build the charts of an audit with a training, one per setting over all rounds; none for other audits.
+    """Build the charts of an audit, one per setting over all rounds of a training.
 
     The audit attacks the clients of the training, or the training only measured costs (`measured`). `empty` are the
     trials without a result: attacks that failed, or do not apply.
     """
-    trained = [verdict for verdict in judged if verdict.setting.trained is not None or measured]
     failed = [Row(number, trial) for number, trial in enumerate(empty) if trial.broken]
     broken = {(row.setting, row.defence) for row in failed}
     result = []
-    for setting in dict.fromkeys(verdict.setting._replace(trained=None) for verdict in trained):
-        here = [verdict for verdict in trained if verdict.setting._replace(trained=None) == setting]
-        costs = _costs([row for verdict in here for row in verdict.rows], measured)
+    for setting in dict.fromkeys(verdict.setting._replace(trained=None) for verdict in judged):
+        here = [verdict for verdict in judged if verdict.setting._replace(trained=None) == setting]
+        rows = [row for verdict in here for row in verdict.rows]
+        is_trained = any(row.info.get("training") for row in rows)
+        costs: Mapping[str, Mapping[str, Span]]
+        costs = _costs(rows) if is_trained else _measured(rows, measured) if measured else _update_costs(rows)
+        axes = tuple(
+            axis
+            for axis in (AXES if is_trained or measured else UPDATE_AXES)
+            if any(axis.key in of_each for of_each in costs.values())
+        )
+        if not axes:
+            continue
         spots = [
             Spot(
                 verdict,
@@ -240,11 +255,11 @@ def charts(
         stages = {name: {s.stage: s for s in sorted(spots, key=lambda s: s.stage) if s.name == name} for name in names}
         every = {spot.stage for spot in spots}
         worst = [max(of_each.values(), key=lambda s: (s.rate, s.verdict.best.asr)) for of_each in stages.values()]
-        views = [_view("Worst round", [replace(s, is_complete=stages[s.name].keys() == every) for s in worst])]
+        views = [_view("Worst round", [replace(s, is_complete=stages[s.name].keys() == every) for s in worst], axes)]
         for stage in sorted(every):
-            views.append(_view(when(stage).capitalize(), [s[stage] for s in stages.values() if stage in s]))
+            views.append(_view(when(stage).capitalize(), [s[stage] for s in stages.values() if stage in s], axes))
         missing = tuple(_missing({row.defence for verdict in here for row in verdict.rows}, empty, config))
-        result.append(ParetoChart(setting, tuple(views), missing, stages))
+        result.append(ParetoChart(setting, axes, tuple(views), missing, stages))
     return result
 
 
@@ -265,8 +280,8 @@ def when(stage: int) -> str:
     return f"after {plural(stage, 'round')}" if stage else "untrained"
 
 
-def _view(title: str, spots: Sequence[Spot]) -> View:
-    compared = {axis.key: _compare(spots, (axis,)) for axis in AXES}
+def _view(title: str, spots: Sequence[Spot], axes: Sequence[Axis]) -> View:
+    compared = {axis.key: _compare(spots, (axis,)) for axis in axes}
     members = {key: names for key, (names, _) in compared.items()}
     return View(title, tuple(spots), members, {key: dominated for key, (_, dominated) in compared.items()})
 
@@ -280,21 +295,22 @@ def _compare(spots: Sequence[Spot], axes: Sequence[Axis]) -> tuple[frozenset[str
 
 
 def _proof(verdict: Verdict, measured: Costs) -> str:
-    training = verdict.best.info.get("training") or {}
-    if verdict.setting.trained is not None:
-        return proven(training) if training.get("guarantee") else ""
-    cost = measured.get(canonical(verdict.defence))
-    return cost.proven if cost else ""
+    if (cost := measured.get(canonical(verdict.defence))) and verdict.setting.trained is None:
+        return cost.proven
+    facts = verdict.best.info.get("training") or verdict.best.info
+    return proven(facts) if facts.get("guarantee") else ""
 
 
-def _costs(rows: Sequence[Row], measured: Costs) -> dict[str, Mapping[str, Span]]:
+def _measured(rows: Sequence[Row], measured: Costs) -> dict[str, Mapping[str, Span]]:
+    """Look up the costs of each defence in trainings next to the attacks."""
+    found = {row.defence: measured.get(canonical(row.defence)) for row in rows}
+    return {defence: cost.spans if cost else {} for defence, cost in found.items()}
+
+
+def _costs(rows: Sequence[Row]) -> dict[str, dict[str, Span]]:
     """Collect the training costs of each defence over its seeds."""
-    result: dict[str, Mapping[str, Span]] = {}
+    result: dict[str, dict[str, Span]] = {}
     for defence in dict.fromkeys(row.defence for row in rows):
-        if rows[0].setting.trained is None:
-            own = measured.get(canonical(defence))
-            result[defence] = own.spans if own else {}
-            continue
         # The latest stage of each seed: an earlier version stored the accuracy of that round only.
         latest: dict[int, Mapping[str, Any]] = {}
         for row in sorted(rows, key=lambda row: row.setting.trained or 0):
@@ -311,6 +327,20 @@ def _costs(rows: Sequence[Row], measured: Costs) -> dict[str, Mapping[str, Span]
     return result
 
 
+def _update_costs(rows: Sequence[Row]) -> dict[str, dict[str, Span]]:
+    """Collect the costs of each defence for one update of the honest model, over its seeds."""
+    result: dict[str, dict[str, Span]] = {}
+    for defence in dict.fromkeys(row.defence for row in rows):
+        mine = [row for row in rows if row.defence == defence]
+        honest = {row.seed: row for row in [row for row in mine if not row.planted] or mine}
+        result[defence] = {}
+        for key, name in (("bytes", "bytes_sent"), ("distortion", "distance")):
+            values = [float(row.info[name]) for row in honest.values() if row.info.get(name) is not None]
+            if values:
+                result[defence][key] = (fmean(values), min(values), max(values))
+    return result
+
+
 def _missing(present: set[str], empty: Sequence[Trial], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for defence in config.get("defences") or ():
         if defence not in present:
@@ -323,7 +353,15 @@ def _missing(present: set[str], empty: Sequence[Trial], config: Mapping[str, Any
 
 def section(fronts: Sequence[ParetoChart], rows: Sequence[Row]) -> dict[str, Any]:
     """Return the values that the section of the page shows."""
-    return {"fronts": fronts, "axes": AXES, "cost": cost, "many_seeds": len({row.seed for row in rows}) > 1}
+    axes = {axis.key: axis for chart in fronts for axis in chart.axes}
+    titles = [(axis.key, axis.title) for axis in axes.values()]
+    return {
+        "fronts": fronts,
+        "axis_titles": titles,
+        "cost": cost,
+        "many_seeds": len({row.seed for row in rows}) > 1,
+        "is_trained": any(row.info.get("training") for row in rows),
+    }
 
 
 def cost(spot: Spot, axis: Axis) -> tuple[str, str]:
@@ -337,9 +375,10 @@ def cost(spot: Spot, axis: Axis) -> tuple[str, str]:
 def fronts_by_defence(rows: Sequence[Row]) -> dict[tuple[TrialSetting, str], str]:
     """Return the fronts that each defence is on at its worst stage, by setting and defence."""
     result: dict[tuple[TrialSetting, str], str] = {}
-    for chart in charts(verdicts(rows), (), {}):
+    trained = [verdict for verdict in verdicts(rows) if verdict.setting.trained is not None]
+    for chart in charts(trained, (), {}):
         for spot in chart.worst.spots:
-            on = [axis.key for axis in AXES if spot.name in chart.worst.members[axis.key]]
+            on = [axis.key for axis in chart.axes if spot.name in chart.worst.members[axis.key]]
             off = "upper bound" if spot.is_bound else "dominated" if spot.is_complete else "a round without a rate"
             result[chart.setting, spot.verdict.best.defence] = ", ".join(on) or off
     return result

@@ -1,4 +1,4 @@
-"""Data of the interactive plots: leak against cost, quality against budget, curves over rounds."""
+"""Data of the interactive plots: leak against cost, quality against iterations, curves over rounds."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from statistics import fmean
 from typing import Any
 
 from gradveil.audit.attack_check import examine
-from gradveil.audit.attack_selection import ATTACKERS
 from gradveil.audit.result_rows import BudgetPoint, Row, TrialSetting
-from gradveil.audit.verdict import LEVELS, Verdict, strength
+from gradveil.audit.verdict import LEVELS, Verdict
 from gradveil.core.formatting import interval, listing, number, percent, size
 from gradveil.federated.training_groups import TrainingGroup
-from gradveil.report.pareto import AXES, ParetoChart, Spot, View, cost, when
+from gradveil.report.pareto import ParetoChart, Spot, View, cost, when
 
 
 def training_curves(groups: Sequence[TrainingGroup]) -> list[dict[str, Any]]:
@@ -86,69 +85,19 @@ def series(rows: Sequence[Row]) -> dict[str, int]:
     return {name: index for index, name in enumerate(dict.fromkeys(row.defence for row in rows))}
 
 
-def points(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Describe every trial as a point: series (the defence), coordinates and tooltip.
-
-    `best` marks the strongest attack of each kind of attacker on each defence, over attacks and seeds.
-    """
-    numbers = series(rows)
-    seeds, settings = {row.seed for row in rows}, {row.setting for row in rows}
-    strongest = _strongest(rows)
-    result = []
-    for row in rows:
-        if not row.images:
-            continue
-        low, high = row.bounds
-        title = [f"{row.attack} · {ATTACKERS[row.attacker][0]}"]
-        title += [f"seed {row.seed}"] if len(seeds) > 1 else []
-        title += [row.setting.title()] if len(settings) > 1 else []
-        result.append(
-            {
-                "series": numbers[row.defence],
-                "name": row.defence_name,
-                "attacker": row.attacker,
-                "bytes": row.info.get("bytes_sent"),
-                "distance": row.info.get("distance"),
-                "asr": row.asr,
-                "low": low,
-                "high": high,
-                "ssim": row.mean("ssim"),
-                "baseline": row.baseline,
-                "group": f"{row.defence}|{row.setting}",
-                "seed": row.seed,
-                "best": row.number in strongest,
-                "lines": [
-                    *title,
-                    f"{row.recovered} of {row.images} recovered, {percent(row.asr)} ({interval(low, high)})",
-                    f"mean SSIM {number(row.mean('ssim'))} · baseline {percent(row.baseline)}",
-                    f"{size(row.info.get('bytes_sent'))} sent · distance {number(row.info.get('distance'))}",
-                ],
-            }
-        )
-    return result
-
-
-def _strongest(rows: Sequence[Row]) -> set[int]:
-    best: dict[tuple[Any, ...], Row] = {}
-    for row in rows:
-        kind = (row.defence, row.setting, row.attacker)
-        if row.images and (kind not in best or strength(row) > strength(best[kind])):
-            best[kind] = row
-    return {row.number for row in best.values()}
-
-
 def fronts(charts: Sequence[ParetoChart], rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Describe the charts for the page's script; a defence has the same colour as in the other plots."""
     numbers = series(rows)
     return [
         {
+            "axes": [{"key": axis.key, "title": axis.title} for axis in chart.axes],
             "views": [
                 {
-                    "sentences": {axis.key: view.sentence(axis) for axis in AXES},
+                    "sentences": {axis.key: view.sentence(axis) for axis in chart.axes},
                     "spots": [_spot(spot, view, chart, numbers) for spot in view.spots],
                 }
                 for view in chart.views
-            ]
+            ],
         }
         for chart in charts
     ]
@@ -177,11 +126,12 @@ def _spot(spot: Spot, view: View, chart: ParetoChart, numbers: Mapping[str, int]
 def _lines(spot: Spot, view: View, chart: ParetoChart) -> Iterator[str]:
     low, high = spot.bounds
     seeds = f", the mean of {len(spot.rates)} seeds" if len(spot.rates) > 1 else ""
-    yield f"{percent(spot.rate)} identifiable {when(spot.stage)}{seeds} ({interval(low, high)})"
+    stage = f" {when(spot.stage)}" if spot.verdict.setting.trained is not None else ""
+    yield f"{percent(spot.rate)} identifiable{stage}{seeds} ({interval(low, high)})"
     yield f"{LEVELS[spot.verdict.level][0]} · {spot.verdict.best.attack}"
-    if view is chart.worst:
+    if view is chart.worst and len(chart.views) > 2:
         yield ", ".join(chart.trail(spot))
-    yield " · ".join(f"{axis.title.lower()} {cost(spot, axis)[0]}" for axis in AXES)
+    yield " · ".join(f"{axis.title.lower()} {cost(spot, axis)[0]}" for axis in chart.axes)
 
 
 RISING = 0.02

@@ -18,7 +18,7 @@ from gradveil.federated.training_groups import (
     status,
 )
 from gradveil.federated.training_run import FAILED, StoredTraining, load_training
-from gradveil.report.page import card, frame, render, section
+from gradveil.report.page import frame, render, section
 from gradveil.report.pictures import data_uri
 from gradveil.report.plots import training_curves
 from gradveil.report.table import as_csv, table_body
@@ -31,8 +31,8 @@ def training_page(folder: Path) -> str:
     sections = [
         section("costs", "Cost", "Cost of each defence"),
         *([section("curves", "Curves", "Round by round")] if shown["data"]["lines"] else []),
-        section("proven", "Proven", "Formal guarantees"),
-        section("table", "Table", "Every training"),
+        section("proven", "Guarantees", "Formal guarantees"),
+        section("table", "Trainings", "All trainings"),
         section("method", "Method", "Method", "training_method"),
     ]
     return render("training.html.j2", sections, shown)
@@ -44,8 +44,7 @@ def context(training: StoredTraining) -> dict[str, Any]:
     curves = training_curves(groups)
     return {
         **frame(training.info, "Federated training", config.name, training.info["config"]),
-        "subtitle": setting_title(config),
-        "cards": cards(groups, training),
+        **opening(groups, training),
         "failed": [pair for pair in training.trials if status(pair[1]) == FAILED],
         "unfinished": sum(summary is None for _, summary in training.trials),
         "no_progress": no_progress(groups),
@@ -75,40 +74,50 @@ def _table(training: StoredTraining) -> dict[str, Any]:
         "unbounded": (),
         "missing": (),
         "statuses": "",
+        "without_result": (),
         "exports": [
             (label, suffix, data_uri(text.encode(), "text/csv;charset=utf-8")) for label, suffix, text in texts
         ],
     }
 
 
-def cards(groups: Sequence[TrainingGroup], training: StoredTraining) -> list[dict[str, str]]:
-    """Choose the key numbers: accuracy without a defence, the best and the cheapest defence, finished trainings."""
-    result = []
+def opening(groups: Sequence[TrainingGroup], training: StoredTraining) -> dict[str, str]:
+    """Return the headline, the cheapest defence and the number of finished trainings, in sentences."""
     converged = [group for group in groups if group.values("accuracy") and not group.diverged]
     undefended = next((group for group in converged if group.name == "none"), None)
     defended = [group for group in converged if group.name not in ("none", "central")]
-    if undefended is not None:
-        accuracy = percent(undefended.mean("accuracy"))
-        result.append(card("Accuracy without a defence", accuracy, _seeds(undefended)))
-    if defended:
-        best = max(defended, key=lambda group: group.mean("accuracy") or 0.0)
-        detail = f"{best.name} · {_seeds(best)}"
-        result.append(card("Most accurate defence", percent(best.mean("accuracy")), detail))
-        cheapest = min(defended, key=lambda group: group.mean("bytes_up") or 0.0)
-        share = _share(cheapest.mean("bytes_up"), undefended.mean("bytes_up") if undefended else None)
-        result.append(card("Fewest bytes sent per round", size(cheapest.mean("bytes_up")), f"{cheapest.name}{share}"))
     done = sum(status(summary) in SUCCESSFUL for _, summary in training.trials)
-    rounds = f"{plural(training.config.rounds, 'round')} each, {plural(len(training.config.seeds), 'seed')}"
-    return [*result, card("Trainings finished", f"{done} of {len(training.trials)}", rounds)]
+    length = f"{plural(training.config.rounds, 'round')}, {plural(len(training.config.seeds), 'seed')}"
+    return {
+        "headline": _headline(defended, undefended),
+        "cheapest": _cheapest(defended, undefended),
+        "basis": f"{setting_title(training.config)}, {length}; {done} of {len(training.trials)} trainings finished",
+    }
 
 
-def _seeds(group: TrainingGroup) -> str:
-    seeds = plural(len(group.values("accuracy")), "seed")
-    return seeds if group.deviation is None else f"± {100 * group.deviation:.1f} points over {seeds}"
+def _headline(defended: Sequence[TrainingGroup], undefended: TrainingGroup | None) -> str:
+    bare = "" if undefended is None else f"{_accuracy(undefended)} without a defence"
+    if not defended:
+        return f"Accuracy is {bare}." if bare else "No training with a result yet."
+    best = max(defended, key=lambda group: group.mean("accuracy") or 0.0)
+    known = (
+        f"Of {len(defended)} defences, {best.name} is the most accurate: " if len(defended) > 1 else f"{best.name}: "
+    )
+    return f"{known}{_accuracy(best)} accuracy{', ' + bare if bare else ''}."
 
 
-def _share(value: float | None, undefended: float | None) -> str:
-    return f" · {percent(value / undefended)} of those without a defence" if value is not None and undefended else ""
+def _accuracy(group: TrainingGroup) -> str:
+    spread = "" if group.deviation is None else f" ± {100 * group.deviation:.1f}"
+    return f"{percent(group.mean('accuracy'))}{spread}"
+
+
+def _cheapest(defended: Sequence[TrainingGroup], undefended: TrainingGroup | None) -> str:
+    if not defended:
+        return ""
+    cheapest = min(defended, key=lambda group: group.mean("bytes_up") or 0.0)
+    sent, bare = cheapest.mean("bytes_up"), undefended.mean("bytes_up") if undefended else None
+    share = f", {percent(sent / bare)} of those without a defence" if sent is not None and bare else ""
+    return f"Fewest bytes per round: {cheapest.name}, {size(sent)}{share}."
 
 
 def _shares(groups: Sequence[TrainingGroup]) -> dict[str, dict[str, float]]:

@@ -11,6 +11,7 @@ from gradveil.audit.attack_selection import ATTACKERS
 from gradveil.audit.baselines import baseline, risk_of
 from gradveil.audit.findings import hits
 from gradveil.audit.result_rows import BASELINES, Row, TrialSetting
+from gradveil.audit.run_directory import Trial
 from gradveil.audit.verdict import LEVELS, price, verdicts
 from gradveil.core.formatting import duration, listing, number, percent, size
 from gradveil.federated.training_groups import proven
@@ -221,13 +222,20 @@ DOUBT = "the attack may be broken, or guess"
 def columns(rows: Sequence[Row]) -> list[Column[Row]]:
     """Choose the columns: all but the optional ones that are empty."""
     result: list[Column[Row]] = []
-    comparisons = _comparisons(rows)
-    for column in COLUMNS:
+    comparisons, further = _comparisons(rows), _further(rows)
+    for column in [each for base in COLUMNS for each in (base, *(further if base.key == "lpips" else ()))]:
         is_filled = any(column.get(row) is not None or column.missing_reason(row) for row in rows)
         if is_filled or column.key not in _OPTIONAL:
             shown = replace(column, flag=lambda row: _doubt(row, rows)) if column.key == "asr" else column
             result += [shown, comparisons[column.key]] if column.key in comparisons else [shown]
     return result
+
+
+def _further(rows: Sequence[Row]) -> list[Column[Row]]:
+    """Make a column for each further metric that the run asked for."""
+    known = {column.key for column in COLUMNS}
+    names = dict.fromkeys(str(name) for row in rows for name in row.info.get("metrics") or ())
+    return [_score(name, name, f"metric {name}, mean") for name in names if name not in known]
 
 
 def _comparisons(rows: Sequence[Row]) -> dict[str, Column[Row]]:
@@ -253,6 +261,23 @@ def _doubt(row: Row, rows: Sequence[Row]) -> str:
 
 def _level(row: Row, levels: Mapping[tuple[TrialSetting, str], str]) -> str:
     return "control" if row.is_control else levels[row.setting, row.defence]
+
+
+def without_result(trials: Sequence[Trial], planned: Sequence[str]) -> list[tuple[str, str, str, str, str]]:
+    """List the trials without scores: defence, attack, seed, status, and the reason; those not done by their names."""
+    done = {str(trial.info.get("trial")) for trial in trials}
+    ended = [
+        (
+            str(trial.info["defence"]),
+            str(trial.info["attack"]),
+            str(trial.info["seed"]),
+            "does not apply" if trial.unfit else "failed",
+            str(trial.failed),
+        )
+        for trial in trials
+        if trial.failed is not None
+    ]
+    return ended + [(str(name), "", "", "not done yet", "") for name in planned if str(name) not in done]
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:

@@ -1,16 +1,15 @@
 "use strict";
-// Leak against cost: one chart per cost, with the Pareto front.
+// Leak against a cost of choice, with the Pareto front: one chart per setting.
 (() => {
   const boxes = [...document.querySelectorAll(".plot[data-front]")];
   if (!boxes.length) return;
   const { svg, colour, hidden } = CHARTS;
-  const TITLES = { accuracy: "accuracy at the end", bytes: "bytes sent a round", seconds: "seconds of a client's update" };
   const LONGEST = 26;
-  let view = 0;
+  let view = 0, wanted = REPORT.fronts[0].axes[0].key;
 
   // The axis spans the defences of all views, so that a change of view moves points up and down only.
-  function across(key, values) {
-    const low = Math.min(...values), high = Math.max(...values), title = TITLES[key];
+  function across(key, title, values) {
+    const low = Math.min(...values), high = Math.max(...values);
     const name = { accuracy: (tick) => `${Number((100 * tick).toFixed(1))}%`, bytes: CHARTS.bytes }[key];
     if (key !== "accuracy" && low > 0 && high / low > (key === "bytes" ? 5 : 30)) {
       return CHARTS.axis(low / 1.5, high * 1.5, { log: true, name, title: `${title} (log scale)` });
@@ -29,14 +28,14 @@
   }
 
   function draw(box) {
-    const { views } = REPORT.fronts[Number(box.dataset.front)], key = box.dataset.cost;
+    const { views, axes } = REPORT.fronts[Number(box.dataset.front)], { key, title } = axes.find((axis) => axis.key === wanted) ?? axes[0];
     const every = views.flatMap(({ spots }) => spots.filter((s) => s.costs[key])), now = views[Math.min(view, views.length - 1)];
     box.nextElementSibling.textContent = now.sentences[key];
     const shown = now.spots.filter((s) => s.costs[key] && !hidden.has(s.series));
     if (!every.length) { box.replaceChildren(element("p", { className: "fine", textContent: "No cost is known." })); return; }
     const { picture, left, right, top, bottom, y, at } = CHARTS.frame(box, {
-      label: `Identifiable images against ${TITLES[key]}`, y: CHARTS.shares("identifiable", 0),
-      x: across(key, every.flatMap((s) => s.costs[key].slice(1))),
+      label: `Identifiable images against ${title.toLowerCase()}`, y: CHARTS.shares("identifiable", 0),
+      x: across(key, title, every.flatMap((s) => s.costs[key].slice(1))),
     });
     const undefended = now.spots.find((s) => s.undefended && s.costs[key]);
     if (undefended) picture.append(svg("line", { class: "baseline", x1: at(undefended.costs[key][0]), x2: at(undefended.costs[key][0]), y1: top, y2: bottom }));
@@ -80,5 +79,7 @@
   }
 
   const entries = REPORT.fronts.flatMap(({ views }) => views.flatMap(({ spots }) => spots));
-  CHARTS.section(boxes, "front-legend", entries, draw, { view: (value) => { view = Number(value); } });
+  CHARTS.section(boxes, "front-legend", entries, draw, {
+    cost: (value) => { wanted = value; }, view: (value) => { view = Number(value); },
+  });
 })();

@@ -24,6 +24,21 @@ function element(name, properties = {}, ...children) {
   });
 })();
 
+// Links into a closed entry open it, and paper shows everything but what is for the screen only.
+(() => {
+  const reveal = () => {
+    const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    for (let node = target; node; node = node.parentElement) if (node.tagName === "DETAILS") node.open = true;
+    if (target) target.scrollIntoView();
+  };
+  addEventListener("hashchange", reveal);
+  reveal();
+  const closed = () => [...document.querySelectorAll("details:not([open], .screen)")];
+  let opened = [];
+  addEventListener("beforeprint", () => { opened = closed(); opened.forEach((node) => { node.open = true; }); });
+  addEventListener("afterprint", () => { opened.forEach((node) => { node.open = false; }); opened = []; });
+})();
+
 (() => {
   const table = document.getElementById("trials");
   if (!table) return;
