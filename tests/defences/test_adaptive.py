@@ -127,6 +127,13 @@ def test_adaptive_does_not_repeat_a_named_attack():
     ]
 
 
+def test_an_attack_on_one_defence_is_run_on_that_defence_only():
+    run = config(attacks=["ig", "cdia on prune(ratio=0.90)", "adaptive on dropout"], defences=["prune(0.9)", "dropout"])
+    assert [pair for pair in pairs(run) if pair[1] == "prune(0.9)"] == [("ig", "prune(0.9)"), ("cdia", "prune(0.9)")]
+    assert {attack for attack, defence in pairs(run) if defence == "dropout"} > {"ig", "dia"}
+    assert {trial.attack for trial in trials(run)} == {attack for attack, _ in pairs(run)}
+
+
 def test_adaptive_without_public_data_has_no_learned_attack():
     assert "learned" not in attacks_against(["adaptive"], "dp", public=False)
     assert list(attacks_against(["adaptive"], "dp", public=False)) == ["cdia(rounds=all)"]

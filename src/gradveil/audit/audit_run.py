@@ -28,7 +28,7 @@ from gradveil.audit.budgets import AUTO_SECONDS, Plan, Plans, read_budget, read_
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.grants import told
 from gradveil.audit.preflight import open_experiment
-from gradveil.audit.recorded_attack import recover_observed, score_observed
+from gradveil.audit.recorded.recorded_attack import recover_observed, score_observed
 from gradveil.audit.run_directory import Store, Trial
 from gradveil.audit.score import TrialNames, failure, score
 from gradveil.audit.sources import Source

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from types import MappingProxyType
@@ -14,17 +14,20 @@ from rich.table import Table
 from rich.text import Text
 
 from gradveil.audit.attack_check import STATES, coincidence, examine
-from gradveil.audit.attack_selection import ATTACKERS
+from gradveil.audit.attack_selection import ATTACKERS, canonical
 from gradveil.audit.audit_config import AUTO
 from gradveil.audit.baselines import baseline, risk_of
+from gradveil.audit.defence_costs import Costs, DefenceCost, costs_of
 from gradveil.audit.display import result_table
+from gradveil.audit.recommendation import MissingVerdict, Recommendation, recommend
 from gradveil.audit.result_rows import Row, TrialSetting, short_names, summarise
-from gradveil.audit.run_directory import UNFIT, Trial
-from gradveil.audit.run_warnings import proven, untested
+from gradveil.audit.run_directory import UNFIT, Run, Trial
+from gradveil.audit.run_warnings import untested
 from gradveil.audit.threat_model import scope, threat_model, untried
 from gradveil.audit.verdict import LEVELS, Level, Verdict, verdicts
 from gradveil.core.formatting import DASH, duration, interval, listing, percent, plural, size
 from gradveil.defences.guarantees import NOTHING
+from gradveil.federated.training_groups import proven
 
 SCHEMA = "gradveil.summary/1"
 """The schema of what `gradveil summary --json` prints."""
@@ -51,6 +54,11 @@ class Gap:
     reasons: tuple[str, ...]
     undefended: bool
 
+    @property
+    def missing(self) -> MissingVerdict:
+        """What a recommendation has to know of it."""
+        return MissingVerdict(self.defence, self.level, self.undefended)
+
 
 @dataclass(frozen=True)
 class Findings:
@@ -58,6 +66,10 @@ class Findings:
 
     rows: tuple[Row, ...]
     """Every trial, those that failed too."""
+    costs: Costs = field(default_factory=dict[str, DefenceCost])
+    """What each defence costs in a training, by its canonical text; empty where nothing was trained."""
+    command: str = ""
+    """The command that made the run."""
 
     @cached_property
     def finished(self) -> list[Row]:
@@ -94,10 +106,23 @@ class Findings:
         """The verdict on the whole run in a sentence."""
         return sentence_of([self])
 
+    @cached_property
+    def recommendation(self) -> Recommendation | None:
+        """The defence to use and what it costs, or what to try next; None without a defence, or without a result."""
+        if not self.finished:
+            return None
+        return recommend(self.verdicts, [gap.missing for gap in self.gaps], self.costs, self.command)
+
+    def cost(self, defence: str) -> DefenceCost | None:
+        """Look up what a defence costs in a training; None where it was not measured."""
+        return self.costs.get(canonical(defence))
+
     @property
     def settings(self) -> list[dict[str, Any]]:
         """One plain object for each defence in each setting."""
-        return [*map(_plain, self.verdicts), *map(_plain_gap, self.gaps)]
+        plain = [*map(_plain, self.verdicts), *map(_plain_gap, self.gaps)]
+        found = [self.cost(each["defence"]) for each in plain]
+        return [{**each, "cost": cost and cost.as_object()} for each, cost in zip(plain, found, strict=True)]
 
     @cached_property
     def trials(self) -> list[dict[str, Any]]:
@@ -144,9 +169,14 @@ class Findings:
         return f"Control: {listing(dict.fromkeys(told))} without a defence." if told else ""
 
 
-def findings(trials: Sequence[Trial]) -> Findings:
-    """Collect the findings of these trials."""
-    return Findings(tuple(Row(place, trial) for place, trial in enumerate(trials)))
+def findings(trials: Sequence[Trial], costs: Costs = MappingProxyType({}), command: str = "") -> Findings:
+    """Collect the findings of these trials, and of trainings with the same defences."""
+    return Findings(tuple(Row(place, trial) for place, trial in enumerate(trials)), costs, command)
+
+
+def findings_of(run: Run, costs: Costs | None = None) -> Findings:
+    """Collect the findings of a run on disk with those of its own trainings, unless `costs` tells of others."""
+    return findings(run.trials, costs_of(run) if costs is None else costs, str(run.info.get("command", "")))
 
 
 def hits(row: Row, flag: str) -> int | None:
@@ -344,6 +374,8 @@ def print_outcome(
     fixed = not console.is_terminal  # a pipe has no width: programs read whole lines
     narrow, wide = console.width < NARROW, console.width >= WIDE
     console.print(Text(f"Verdict: {found.sentence}", style="bold"), soft_wrap=fixed)
+    if found.recommendation is not None:
+        console.print(Text(f"Recommendation: {found.recommendation.text}"), soft_wrap=fixed)
     console.print()
     console.print(verdict_table(found, risk=(every or explain) and wide, narrow=narrow))
     if every or (found.finished and not found.verdicts):
@@ -367,7 +399,8 @@ def verdict_table(found: Findings, *, risk: bool = False, narrow: bool = False) 
     rows = found.entries
     clients = len({each.setting.client for each in rows}) > 1
     trained = any(each.setting.trained is not None for each in rows)
-    accuracy = trained and any(verdict.best.summary["accuracy"] is not None for verdict in found.verdicts)
+    accuracies = {id(verdict): _accuracy(found, verdict) for verdict in found.verdicts}
+    accuracy = any(accuracies.values())
     left_out = {*(["baseline"] if narrow else []), *([] if risk else ["risk over baseline"])}
     shown = [title for title in _NUMBERS if title not in left_out]
     last = [*(["accuracy"] if accuracy else []), *([] if narrow else ["bytes"])]
@@ -389,10 +422,19 @@ def verdict_table(found: Findings, *, risk: bool = False, narrow: bool = False) 
             table.add_row(*where, label, *[DASH] * (len(shown) + 1 + len(last)))
             continue
         cells = dict(zip(_NUMBERS, headline(each), strict=True))
-        cells |= {"accuracy": percent(each.best.summary["accuracy"]), "bytes": size(each.price.sent)}
+        cells |= {"accuracy": accuracies[id(each)] or DASH, "bytes": size(each.price.sent)}
         left, right = ([cells[title] for title in titles] for titles in (shown, last))
         table.add_row(*where, label, *left, Text(strongest(each, names)), *right)
     return table
+
+
+def _accuracy(found: Findings, verdict: Verdict) -> str:
+    """Write the accuracy of the model that was attacked, or of the training of its defence; empty without any."""
+    if verdict.setting.trained is not None:
+        then = verdict.best.summary["accuracy"]
+        return "" if then is None else percent(then)
+    cost = found.cost(verdict.defence)
+    return cost.accuracy.words() if cost else ""
 
 
 def headline(verdict: Verdict) -> tuple[str, str, str, str]:
@@ -424,7 +466,7 @@ def remarks_on(found: Findings, config: Mapping[str, Any], warnings: Sequence[st
     if changed:
         yield f"Changed in the model: {'; '.join(changed)}."
     yield from stopped(rows, config)
-    yield from guaranteed(rows)
+    yield from guaranteed(found)
     judged = [row for row in rows if not row.is_control]
     settings = [f"{name} ({setting})" for name, setting in untried(judged, config)]
     if missing := [*map(untested, warnings), *settings]:
@@ -449,9 +491,9 @@ def stopped(rows: Sequence[Row], config: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def guaranteed(rows: Sequence[Row]) -> Iterator[str]:
+def guaranteed(found: Findings) -> Iterator[str]:
     """Name in a line the defences with a formal guarantee; nothing where there is no defence."""
-    proofs: dict[str, str] = {row.defence: proven(row.info) for row in rows if not row.undefended}
+    proofs: dict[str, str] = {row.defence: _proven(found, row) for row in found.finished if not row.undefended}
     sound = [f"{name}, {proof}" for name, proof in proofs.items() if proof != NOTHING]
     if sound:
         only = "only " if len(sound) < len(proofs) else ""
@@ -460,12 +502,20 @@ def guaranteed(rows: Sequence[Row]) -> Iterator[str]:
         yield "Formal guarantee: none."
 
 
+def _proven(found: Findings, row: Row) -> str:
+    """Describe in a few words what is proven: of a planned training, or of the one behind the accuracy."""
+    cost = found.cost(row.defence)
+    if row.info.get("epsilon") or cost is None or not cost.proof:
+        return proven(row.info)
+    return f"{cost.proven} over the {plural(cost.rounds, 'round')} of training behind the accuracy"
+
+
 def details(found: Findings) -> Iterator[str]:
     """Explain the verdicts: every reason, the control, and what spoils or limits the results."""
     yield from found.reasons()
     if found.control:
         yield found.control
-    yield from conditions(found.rows)
+    yield from conditions(found)
 
 
 def trained_on(found: Findings) -> Iterator[str]:
@@ -488,15 +538,15 @@ def failures(found: Findings) -> Iterator[str]:
             yield f"{row.attack} against {row.defence}, seed {row.seed}, failed: {row.trial.failed}."
 
 
-def conditions(every: Sequence[Row]) -> Iterator[str]:
+def conditions(found: Findings) -> Iterator[str]:
     """Name what spoils or limits the results: coincidences, guarantees, simulated clients, divergence."""
-    rows = [row for row in every if row.trial.failed is None]
+    rows = found.finished
     yield from (f"{row.attack} against {row.defence}: {alike}." for row in rows if (alike := coincidence(row)))
     for promise, names in _promises(rows).items():
         if promise in ("none", NOTHING):
             yield f"No formal guarantee: {listing(names)}."
         else:
-            yield f"Formal guarantee of {listing(names)}: {promise}."
+            yield from (f"Formal guarantee of {name}: {_guarantee(found, name, promise)}." for name in names)
     yield from (f"Believed {row.defence}: {note}." for row, note in _notes(rows))
     diverged = sum(summarise(row.trial)["statuses"].get("diverged", 0) for row in rows)
     if diverged:
@@ -525,6 +575,16 @@ def _notes(rows: Sequence[Row]) -> list[tuple[Row, str]]:
     """List what contradicts the simulated client in a defence, or had to be assumed of it, once each."""
     said = {(row.defence, note): row for row in rows for note in row.info.get("notes", ())}
     return [(row, note) for (_, note), row in said.items()]
+
+
+def _guarantee(found: Findings, defence: str, promise: str) -> str:
+    """Give the guarantee of the training behind the accuracy, whose epsilon is the only one that goes with it."""
+    cost = found.cost(defence)
+    if cost is None or not cost.proof:
+        return promise
+    planned = any(row.defence == defence and row.info.get("epsilon") for row in found.finished)
+    measured = f"{cost.proof}, for the {plural(cost.rounds, 'round')} of training behind the accuracy"
+    return f"{promise}; {measured}" if planned else measured
 
 
 def _promises(rows: Sequence[Row]) -> dict[str, list[str]]:

@@ -8,10 +8,10 @@ from typing import Any
 
 from gradveil.audit.findings import Gap
 from gradveil.audit.result_rows import Row, TrialSetting
-from gradveil.audit.run_warnings import proven
 from gradveil.audit.verdict import Verdict
 from gradveil.core.formatting import DASH, percent, size
 from gradveil.defences.guarantees import NOTHING
+from gradveil.federated.training_groups import proven
 from gradveil.report.exhibits import Exhibit
 
 _MARKS = "abcdefghijklmnopqrstuvwxyz"

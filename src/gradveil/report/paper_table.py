@@ -10,9 +10,11 @@ from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, pstdev
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gradveil.audit.attack_check import examine
+from gradveil.audit.defence_costs import Costs
 from gradveil.audit.findings import Findings
 from gradveil.audit.result_rows import Row, TrialSetting
 from gradveil.audit.run_directory import UNFIT, Run
@@ -203,13 +205,18 @@ class Matrix:
     attacks: tuple[str, ...]
     entries: dict[tuple[str, str], AttackerResult]
     findings: Findings
-    """The verdicts, the baseline and the control."""
+    """The verdicts, the baseline, the control, and what trainings say of costs."""
     choices: TableChoices = ALL
 
     @property
     def metrics(self) -> Sequence[str]:
         """The metrics that are shown, in order."""
         return self.choices.metrics or _USUAL
+
+    @property
+    def costed(self) -> bool:
+        """Whether trainings add a column of accuracies."""
+        return bool(self.findings.costs) and not self.choices.metrics
 
     @cached_property
     def usual(self) -> int:
@@ -237,6 +244,7 @@ class Matrix:
         sentences = [
             f"{self.title}: {shown}; {count}." if shown else f"{self.title}.",
             "Bold: the strongest attacker." if shown else "",
+            "Accuracy: of the model in training, with its standard error." if self.costed else "",
             *((self.findings.guess, self.findings.control) if {*self.metrics} & {*RATES} else ()),
         ]
         return " ".join(filter(None, sentences))
@@ -264,12 +272,14 @@ class Matrix:
         columns = [
             PlacedText(header("defence", "defence"), math=True),
             *([PlacedText(header("verdict", "verdict"), math=True)] if judged else []),
+            *([PlacedText("accuracy")] if self.costed else []),
             *(named_text(self.choices, attack) for attack in self.attacks),
         ]
         rows = [
             [
                 named_text(self.choices, name),
                 *([PlacedText(self.verdict(name))] if judged else []),
+                *self.accuracy(name),
                 *(self.line(name) if {*self.metrics} - {"verdict"} else []),
             ]
             for name in self.defences
@@ -281,6 +291,11 @@ class Matrix:
         (entry,) = (each for each in self.findings.entries if each.defence == defence)
         leaked = entry.leaked if isinstance(entry, Verdict) else ""
         return LEVELS[entry.level][0].lower() + (f" ({leaked})" if leaked else "")
+
+    def accuracy(self, defence: str) -> list[PlacedText]:
+        """Return the accuracy in training with a defence; nothing where no training measured any."""
+        cost = self.findings.cost(defence)
+        return [PlacedText(cost.accuracy.words() if cost else "")] if self.costed else []
 
     def line(self, defence: str) -> list[PlacedText]:
         """Return the entries of a defence, the strongest attack in bold."""
@@ -321,8 +336,11 @@ def _fixed(value: float, digits: int) -> str:
     return f"{value:.{digits}f}".replace("-", "−")
 
 
-def matrices(runs: Sequence[Run], choices: TableChoices = ALL) -> list[Matrix]:
-    """Make a table per setting of these runs; reject runs with two results for one trial, and choices without a hit."""
+def matrices(runs: Sequence[Run], choices: TableChoices = ALL, costs: Costs = MappingProxyType({})) -> list[Matrix]:
+    """Make a table per setting of these runs; reject runs with two results for one trial, and choices without a hit.
+
+    `costs` are of trainings with the same data and model.
+    """
     rows = [Row(number, trial) for number, trial in enumerate(trial for run in runs for trial in run.trials)]
     owners = [run for run in runs for _ in run.trials]
     shared = {id(run): _shared(run) for run in runs}
@@ -341,7 +359,7 @@ def matrices(runs: Sequence[Run], choices: TableChoices = ALL) -> list[Matrix]:
         [setting.title() for setting, _ in groups], [shared[id(group[0][1])] for group in groups.values()]
     )
     every = zip(titles, groups.items(), strict=True)
-    found = [_matrix(setting, title, [row for row, _ in group]) for title, ((setting, _), group) in every]
+    found = [_matrix(setting, title, [row for row, _ in group], costs) for title, ((setting, _), group) in every]
     defences, attacks = ([name for each in found for name in names(each)] for names in (_DEFENCES, _ATTACKS))
     wrong = [*choices.problems(defences, attacks), *choices.wrong_words(METRICS, ("defence", "verdict", "caption"))]
     refuse(wrong)
@@ -386,7 +404,7 @@ def repeated(path: Path | None, trial: str, first: Path | None) -> Problem:
     return Problem(str(path), f"has {trial}, and so has {first}", "leave one of them out, or make a table of each")
 
 
-def _matrix(setting: TrialSetting, title: str, rows: Sequence[Row]) -> Matrix:
+def _matrix(setting: TrialSetting, title: str, rows: Sequence[Row], costs: Costs) -> Matrix:
     finished = [row for row in rows if row.trial.failed is None]
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in (row for row in rows if not row.is_control):
@@ -394,7 +412,7 @@ def _matrix(setting: TrialSetting, title: str, rows: Sequence[Row]) -> Matrix:
     entries = {key: _entry(group, finished) for key, group in groups.items()}
     defences, attacks = (tuple(dict.fromkeys(key[axis] for key in groups)) for axis in (0, 1))
     seeds = len({row.seed for row in rows})
-    return Matrix(setting, title, _threshold(rows[0]), seeds, defences, attacks, entries, Findings(tuple(rows)))
+    return Matrix(setting, title, _threshold(rows[0]), seeds, defences, attacks, entries, Findings(tuple(rows), costs))
 
 
 def _threshold(row: Row) -> float:

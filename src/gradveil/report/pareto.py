@@ -1,4 +1,4 @@
-"""Pareto fronts of defences: leak against accuracy, bytes and time, or against the bytes of an update.
+"""Pareto fronts of defences: leak against what a training says of accuracy, bytes and time, or the bytes of an update.
 
 The leak of a defence is the rate of its verdict: the strongest attacker that knows no client secrets, mean over seeds.
 """
@@ -8,13 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
+from gradveil.audit.attack_selection import canonical
+from gradveil.audit.defence_costs import Costs
 from gradveil.audit.findings import SCHEMA, Findings, sentence_of
 from gradveil.audit.result_rows import Row, TrialSetting
 from gradveil.audit.run_directory import Trial
 from gradveil.audit.verdict import Verdict, verdicts
 from gradveil.core.formatting import DASH, listing, number, percent, plural, size
+from gradveil.federated.training_groups import proven
 from gradveil.metrics import wilson
 
 Point = Sequence[float]
@@ -94,6 +98,8 @@ class Spot:
     """Whether an attack on it failed, which may have recovered more."""
     is_complete: bool = True
     """Whether every stage has a rate, so that the worst stage is known."""
+    proof: str = ""
+    """What is proven of the training, in a few words; empty without a training."""
 
     @property
     def name(self) -> str:
@@ -208,10 +214,16 @@ class ParetoChart:
         return [f"{percent(rates[stage].rate) if stage in rates else 'no rate'} {when(stage)}" for stage in every]
 
 
-def charts(judged: Sequence[Verdict], empty: Sequence[Trial], config: Mapping[str, Any]) -> list[ParetoChart]:
+def charts(
+    judged: Sequence[Verdict],
+    empty: Sequence[Trial],
+    config: Mapping[str, Any],
+    measured: Costs = MappingProxyType({}),
+) -> list[ParetoChart]:
     """Build the charts of an audit, one per setting over all rounds of a training.
 
-    `empty` are the trials without a result: attacks that failed, or do not apply.
+    The audit attacks the clients of the training, or the training only measured costs (`measured`). `empty` are the
+    trials without a result: attacks that failed, or do not apply.
     """
     failed = [Row(number, trial) for number, trial in enumerate(empty) if trial.broken]
     broken = {(row.setting, row.defence) for row in failed}
@@ -220,16 +232,22 @@ def charts(judged: Sequence[Verdict], empty: Sequence[Trial], config: Mapping[st
         here = [verdict for verdict in judged if verdict.setting._replace(trained=None) == setting]
         rows = [row for verdict in here for row in verdict.rows]
         is_trained = any(row.info.get("training") for row in rows)
-        costs = _costs(rows) if is_trained else _update_costs(rows)
+        costs: Mapping[str, Mapping[str, Span]]
+        costs = _costs(rows) if is_trained else _measured(rows, measured) if measured else _update_costs(rows)
         axes = tuple(
             axis
-            for axis in (AXES if is_trained else UPDATE_AXES)
+            for axis in (AXES if is_trained or measured else UPDATE_AXES)
             if any(axis.key in of_each for of_each in costs.values())
         )
         if not axes:
             continue
         spots = [
-            Spot(verdict, costs[verdict.best.defence], (verdict.setting, verdict.best.defence) in broken)
+            Spot(
+                verdict,
+                costs[verdict.best.defence],
+                (verdict.setting, verdict.best.defence) in broken,
+                proof=_proof(verdict, measured),
+            )
             for verdict in here
         ]
         first = {s.name: min(row.number for row in s.verdict.rows) for s in sorted(spots, key=lambda s: -s.stage)}
@@ -274,6 +292,19 @@ def _compare(spots: Sequence[Spot], axes: Sequence[Axis]) -> tuple[frozenset[str
     names, points = [name for name, _ in known], [point for _, point in known]
     dominated = {names[i]: [names[master] for master in masters] for i, masters in dominators(points).items()}
     return frozenset(names[i] for i in front(points)), dominated
+
+
+def _proof(verdict: Verdict, measured: Costs) -> str:
+    if (cost := measured.get(canonical(verdict.defence))) and verdict.setting.trained is None:
+        return cost.proven
+    facts = verdict.best.info.get("training") or verdict.best.info
+    return proven(facts) if facts.get("guarantee") else ""
+
+
+def _measured(rows: Sequence[Row], measured: Costs) -> dict[str, Mapping[str, Span]]:
+    """Look up the costs of each defence in trainings next to the attacks."""
+    found = {row.defence: measured.get(canonical(row.defence)) for row in rows}
+    return {defence: cost.spans if cost else {} for defence, cost in found.items()}
 
 
 def _costs(rows: Sequence[Row]) -> dict[str, dict[str, Span]]:
@@ -363,9 +394,16 @@ def as_object(runs: Sequence[Findings]) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "verdict": sentence_of(runs),
+        "recommendation": _recommendation(runs),
         "settings": [entry for each in runs for entry in each.settings],
         "trials": [entry for each in runs for entry in trials_with_fronts(each)],
     }
+
+
+def _recommendation(runs: Sequence[Findings]) -> dict[str, Any] | None:
+    """Return what a run recommends; None for several runs, each of which has its own."""
+    found = runs[0].recommendation if len(runs) == 1 else None
+    return found and found.as_object()
 
 
 def trials_with_fronts(run: Findings) -> list[dict[str, Any]]:

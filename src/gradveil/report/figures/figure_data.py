@@ -13,11 +13,11 @@ from gradveil.audit.findings import Findings
 from gradveil.audit.result_rows import Row
 from gradveil.audit.run_directory import RUN, Run, load_run
 from gradveil.audit.verdict import Verdict
+from gradveil.federated.training_groups import TrainingGroup
 from gradveil.federated.training_run import StoredTraining, is_training, load_training
 from gradveil.report.choices import Choices
 from gradveil.report.paper_table import Matrix, matrices
 from gradveil.report.pareto import Span, Spot, charts
-from gradveil.report.training_groups import TrainingGroup
 from gradveil.report.training_paper_table import TrainingTable, training_tables
 
 _PICTURES = 8
