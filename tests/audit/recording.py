@@ -10,7 +10,7 @@ from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.observe import observe
 from gradveil.audit.preflight import open_experiment
-from gradveil.audit.recorded_updates import settled
+from gradveil.audit.recorded.recorded_updates import settled
 from gradveil.core.types import Batch
 from gradveil.federated.update_records import UpdateRecorder
 from tests.audit.runs import config, execute

@@ -14,8 +14,8 @@ from gradveil.audit.audit_run import describe
 from gradveil.audit.display import result_table
 from gradveil.audit.findings import findings
 from gradveil.audit.preflight import open_experiment
-from gradveil.audit.recorded_attack import recover_observed
-from gradveil.audit.recorded_updates import Observed
+from gradveil.audit.recorded.recorded_attack import recover_observed
+from gradveil.audit.recorded.recorded_updates import Observed
 from gradveil.audit.result_rows import BASELINES
 from gradveil.audit.run_directory import load_run
 from gradveil.audit.trial import recover

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.audit.audit_config import RunConfig
-from gradveil.audit.recorded_updates import fitted, settled
+from gradveil.audit.recorded.recorded_updates import fitted, settled
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError
 from gradveil.federated.training_config import LocalConfig

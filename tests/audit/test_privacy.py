@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from gradveil.audit.result_rows import summarise
-from gradveil.audit.run_warnings import proven
 from gradveil.cli.app import run
 from gradveil.core.errors import GradveilError
+from gradveil.federated.training_groups import proven
 from gradveil.report import audit_page
 from gradveil.theory.accounting import Participation, epsilon
 from tests.audit.runs import config, execute, legend

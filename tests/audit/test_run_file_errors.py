@@ -44,6 +44,9 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
     ({"attacks": ["ig", "ig(iterations=9)"], "iterations": 9}, "attacks[1]", "is the same as attacks[0]", ""),
     ({"attacks": ["ig("]}, "attacks[0]", "ig(", ""),
     ({"attacks": ["ig(steps=3)"]}, "attacks[0]", "steps", "iterations"),
+    ({"attacks": ["ig on dgp"]}, "attacks[0]", "'dgp', and the run has no such defence", "none and gaussian(0.01)"),
+    ({"attacks": ["ig", "ig on none"]}, "attacks[1]", "is the same as attacks[0] 'ig'", "remove one"),
+    ({"attacks": ["idg on none"]}, "attacks[0]", "'idg'", "did you mean"),
     ({"defences": []}, "defences", "is empty", "give at least 1"),
     ({"defences": ["none", "gausian(0.1)"]}, "defences[1]", "gausian", "gaussian"),
     ({"defences": ["prune(1.5)"]}, "defences[0]", "1.5", ""),
@@ -101,9 +104,9 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
 
 # The same for what only shows when data and model are there.
 BAD_EXPERIMENTS: list[tuple[dict[str, Any], str, str, str]] = [
-    ({"target_clients": 500}, "target_clients", "'faces' has 100", "at most 100 target clients"),
-    ({"target_clients": 30, "client": {"batch": 4}}, "target_clients", "need 120 images", "at most 25 target clients"),
-    ({"client": {"batch": 400}}, "target_clients", "'faces' has 100 for ", "client.batch: one update of at most 100"),
+    ({"target_clients": 500}, "target_clients", "'faces' has 50", "at most 50 target clients"),
+    ({"target_clients": 30, "client": {"batch": 4}}, "target_clients", "need 120 images", "at most 12 target clients"),
+    ({"client": {"batch": 400}}, "target_clients", "'faces' has 50 for ", "client.batch: one update of at most 50"),
     ({"target_clients": 4, "first_target_client": 99}, "target_clients", "from number 99", "lower target clients"),
     (
         {"data": {"name": "faces", "size": 1_000_000}},
@@ -238,6 +241,32 @@ def test_options_win_over_the_file() -> None:
     found = read("faces", {"target_clients": 3, "seeds": None}, given)
     assert (found.target_clients, found.seeds, found.client[0].batch) == (3, [0], 2)
     assert (found.data.normalise, found.defences) == ("none", ["none"])
+
+
+AIMED = ["ig(iterations=5)", "cdia on none", "r-gap on prune( ratio = 0.9 )"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "given", "left"),
+    [
+        ({}, (), AIMED),
+        ({"defences": ["none"]}, (), AIMED[:2]),
+        ({"defences": ["prune(0.9)", "dgp"]}, (), [AIMED[0], AIMED[2]]),
+        ({}, ('defences=["dgp"]',), AIMED[:1]),
+    ],
+)
+def test_attacks_on_defences_that_options_replace_are_left_out(
+    overrides: dict[str, Any], given: tuple[str, ...], left: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "aimed.toml"
+    lines = f"attacks = {AIMED}\ndefences = ['none', 'prune(0.9)']\n"
+    file.write_text(lines + "data = {name = 'faces'}\nmodel = {name = 'lenet-zhu'}\n")
+    assert read(str(file), overrides, given).attacks == left
+
+
+def test_an_option_that_aims_at_a_missing_defence_is_refused() -> None:
+    with pytest.raises(GradveilError, match=r"attacks\[0\].*'dropout', and the run has no such defence"):
+        read("faces", {"attacks": ["ig on dropout"]})
 
 
 @pytest.mark.parametrize("setting", ["target_clients", "=3", "client..batch=2", "target_clients.x=2"])

@@ -61,7 +61,7 @@ def test_a_control_attacks_clients_of_a_training_without_a_defence() -> None:
 
 def trained(folder: Path, **changes: Any) -> tuple[Experiment, TrainingSource, list[tuple[str, int]]]:
     """Train what is missing, and say which rounds that were."""
-    experiment, told = open_experiment(config(**changes), trained=folder), list[tuple[str, int]]()
+    experiment, told = open_experiment(config(**changes)).following(folder), list[tuple[str, int]]()
     assert isinstance(experiment.source, TrainingSource)
     assert experiment.config.train is not None
 
@@ -285,6 +285,7 @@ def test_the_command_trains_attacks_and_tells_accuracy_and_costs(
     shown = capsys.readouterr().out
     assert "clients of a training, attacked before it, after 1 round and after 2 rounds" in " ".join(shown.split())
     assert "received" in shown
+    words += ["--out", "runs/little"]
     assert run([*words, "--set", "train.rounds=3"]) == 2
     assert "train.rounds (2 there, 3 now)" in capsys.readouterr().err
     fewer = ["--set", "train.rounds=1", "--defence", "none", "--workers", "1"]

@@ -57,7 +57,7 @@ def scans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_an_audit_is_of_the_images_that_it_began_with(scans: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["audit", "study.toml", "--workers", "1"]
+    words = ["audit", "study.toml", "--workers", "1", "--out", "runs/study"]
     assert run(words) == 0, capsys.readouterr().err
     words += ["--defence", "none", "--defence", "prune(0.5)"]
     assert run(words) == 0
@@ -76,7 +76,7 @@ def test_an_audit_is_of_the_images_that_it_began_with(scans: Path, capsys: pytes
 def test_an_audit_of_a_training_is_of_the_images_that_were_trained_on(
     scans: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["audit", "study.toml", "--workers", "1", "--train", "--set", "train.rounds=1"]
+    words = ["audit", "study.toml", "--workers", "1", "--out", "runs/study", "--train", "--set", "train.rounds=1"]
     words += ["--set", "train.clients=2", "--set", "train.images=18", "--set", "train.local={lr=0.01,batch=4,epochs=1}"]
     assert run(words) == 0, capsys.readouterr().err
     words += ["--seed", "0", "--seed", "1"]
@@ -93,7 +93,7 @@ def test_an_audit_of_a_training_is_of_the_images_that_were_trained_on(
 def test_a_training_is_on_the_images_that_it_began_with(
     scans: Path, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train", "little.toml", "--threads", "1", "--workers", "1"]
+    words = ["train", "little.toml", "--threads", "1", "--workers", "1", "--out", "runs/little"]
     assert run(words) == 0, capsys.readouterr().err
     assert run([*words, "--rounds", "2"]) == 0
     draw(scans / place, 99)

@@ -22,6 +22,7 @@ LABELS = {*STATES}
 _NOTHING = """{
  "schema": "gradveil.summary/1",
  "verdict": "There is no verdict: no trial has finished.",
+ "recommendation": null,
  "settings": [],
  "trials": []
 }

@@ -127,6 +127,13 @@ def test_an_attacker_that_is_named_already_is_not_run_twice():
     ]
 
 
+def test_an_attack_on_one_defence_is_run_on_that_defence_only():
+    run = config(attacks=["ig", "cdia on prune(ratio=0.90)", "adaptive on dropout"], defences=["prune(0.9)", "dropout"])
+    assert [pair for pair in pairs(run) if pair[1] == "prune(0.9)"] == [("ig", "prune(0.9)"), ("cdia", "prune(0.9)")]
+    assert {attack for attack, defence in pairs(run) if defence == "dropout"} > {"ig", "dia"}
+    assert {trial.attack for trial in trials(run)} == {attack for attack, _ in pairs(run)}
+
+
 def test_without_public_data_nobody_learns():
     assert "learned" not in attacks_against(["adaptive"], "dp", public=False)
     assert list(attacks_against(["adaptive"], "dp", public=False)) == ["cdia(rounds=all)"]

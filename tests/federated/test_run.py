@@ -13,6 +13,7 @@ from gradveil.audit.run_file import read_training
 from gradveil.core.errors import GradveilError
 from gradveil.federated.engine import Federation, train
 from gradveil.federated.training_config import LocalConfig
+from gradveil.federated.training_groups import group_trainings
 from gradveil.federated.training_run import (
     TRAINING_RUN,
     describe,
@@ -25,7 +26,6 @@ from gradveil.federated.training_run import (
 from gradveil.federated.training_setup import open_setting, trials
 from gradveil.federated.training_state import load_standing
 from gradveil.nn.weight_files import read_weights
-from gradveil.report.training_groups import group_trainings
 
 FEW = ["data.public=80", "data.gallery=40", "data.size=16", "clients=3", "model.name=lenet-zhu", "local.batch=8"]
 

@@ -14,9 +14,9 @@ import pytest
 
 from gradveil.audit.result_rows import Row
 from gradveil.audit.run_directory import Trial, load_run
-from gradveil.audit.run_warnings import proven
 from gradveil.audit.verdict import verdicts
 from gradveil.cli.app import run as command
+from gradveil.federated.training_groups import proven
 from gradveil.metrics import wilson
 from gradveil.report import audit_page
 from gradveil.report.audit_page import context

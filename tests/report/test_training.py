@@ -15,10 +15,10 @@ import pytest
 
 from gradveil.cli.app import run as command
 from gradveil.core.errors import GradveilError
+from gradveil.federated.training_groups import group_trainings
 from gradveil.federated.training_run import failure, load_training
 from gradveil.federated.training_setup import TrainingTrial, trials
 from gradveil.report import write_report
-from gradveil.report.training_groups import group_trainings
 from gradveil.report.training_page import context, headline, training_page
 from tests.report.parsed_page import EVIL, read
 from tests.report.trainings import DP, LOST, TOPK, trained

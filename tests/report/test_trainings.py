@@ -18,10 +18,10 @@ from rich.console import Console
 from gradveil.cli.app import run as command
 from gradveil.cli.training_output import table, wide
 from gradveil.core.errors import GradveilError
+from gradveil.federated.training_groups import TrainingSummary, Trials, group_trainings, no_progress
 from gradveil.federated.training_run import load_training
 from gradveil.federated.training_setup import TrainingTrial
 from gradveil.report.paper_table import PaperTable, PlacedText, as_latex, as_markdown
-from gradveil.report.training_groups import TrainingSummary, Trials, group_trainings, no_progress
 from gradveil.report.training_page import training_page
 from gradveil.report.training_paper_table import (
     TrainingTable,

@@ -25,7 +25,7 @@ from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.knowledge import Knowledge, Known
 from gradveil.attacks.protocol import Active, Attack, CanRefuse, Observation, Prospect, Reconstruction
 from gradveil.audit.argument_checks import answer, class_names, declared, model_problems, prepared, wrong_arguments
-from gradveil.audit.attack_selection import attacks_against, is_adaptive, stands_for_many
+from gradveil.audit.attack_selection import aim, attacks_against, is_adaptive, stands_for_many, without_aim
 from gradveil.audit.audit_run import describe, run
 from gradveil.audit.display import Screen
 from gradveil.audit.experiment import Experiment
@@ -33,7 +33,7 @@ from gradveil.audit.findings import Findings, findings, print_outcome
 from gradveil.audit.grants import told
 from gradveil.audit.preflight import others, unobstructed
 from gradveil.audit.run_directory import Store, Trial, load_run
-from gradveil.audit.run_file import resolve, with_defaults
+from gradveil.audit.run_file import resolve, unmet, with_defaults
 from gradveil.audit.run_warnings import closed_forms, widened
 from gradveil.audit.trial import sharing
 from gradveil.audit.verdict import Verdict
@@ -136,15 +136,17 @@ def audit_model(
     }
     problems = list(wrong_arguments(given))
     sound, kind, done = not problems, type(model).__name__, []
-    tried = named("attacks", _spelled_out(attacks, defences, public is not None), partial(_attack, settings), problems)
+    whole = _spelled_out(attacks, defences, public is not None)
+    tried = named("attacks", _without_aim(whole), partial(_attack, settings), problems)
     against = named("defences", defences, partial(parse, own=True), problems)
+    problems += _unmet(whole, list(against))
     raw: dict[str, Any] = {
         "name": re.sub(r"[^A-Za-z0-9]+", "-", kind).strip("-") or "model",
         "data": {"name": "batch", "size": None, "public": None, "gallery": None},
         "model": {"name": kind, "prepare": prepare},
         "client": [{"batch": client_batch}],
         "defences": list(against) or ["none"],
-        "attacks": list(tried) or ["none"],
+        "attacks": _labels(whole, tried) or ["none"],
         "seeds": [seed],
         "target_clients": 1,
         **settings,
@@ -178,10 +180,34 @@ def _spelled_out(
         if isinstance(attack, str) and stands_for_many(attack):
             others = [text for text in attacks if isinstance(text, str) and not stands_for_many(text)]
             aimed = [t for name in names for t in attacks_against([*others, attack], name, public=public)]
-            spelled += [text for text in dict.fromkeys(aimed) if text not in others]
+            at = aim(attack).defence
+            new = (text for text in dict.fromkeys(aimed) if text not in without_aim(others))
+            spelled += [text if at is None else f"{text} on {at}" for text in new]
         else:
             spelled.append(attack)
     return spelled
+
+
+def _without_aim(attacks: Sequence[str | Attack]) -> Sequence[str | Attack]:
+    """Leave out the defences that attacks are aimed at; an attack that is aimed at several comes once."""
+    if not isinstance(attacks, list | tuple):
+        return attacks
+    aimed = [text for text in attacks if isinstance(text, str) and aim(text).defence is not None]
+    plain = [attack for attack in attacks if not (isinstance(attack, str) and attack in aimed)]
+    return [*plain, *(text for text in without_aim(aimed) if text not in plain)]
+
+
+def _labels(attacks: Sequence[str | Attack], tried: Mapping[str, Attack]) -> list[str]:
+    """Name the attacks as a run file would, with the defences that they are aimed at."""
+    labels = (attack if isinstance(attack, str) else str(getattr(attack, "name", "")) for attack in attacks)
+    return [label for label in labels if label in tried or aim(label).attack in tried]
+
+
+def _unmet(attacks: Any, defences: Sequence[str]) -> Iterator[Problem]:
+    """Find attacks that are aimed at defences which are not given."""
+    for i, attack in enumerate(attacks if isinstance(attacks, list | tuple) else ()):
+        if isinstance(attack, str) and aim(attack).defence is not None:
+            yield from unmet(f"attacks[{i}]", aim(attack), defences)
 
 
 def _attack(settings: Mapping[str, Any], text: str) -> Attack:

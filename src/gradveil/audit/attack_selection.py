@@ -15,7 +15,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import Literal, NamedTuple
 
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.inversion.inversion import Inversion
@@ -25,7 +26,7 @@ from gradveil.attacks.protocol import Active, Attack
 from gradveil.audit.audit_config import RunConfig
 from gradveil.core.errors import GradveilError
 from gradveil.core.user_code import users
-from gradveil.defences import entries
+from gradveil.defences import entries, parse
 from gradveil.defences.entry import PLANTED
 from gradveil.runs.run_folder import digest
 
@@ -183,14 +184,59 @@ def _knows(text: str) -> bool:
     return attack.simulated_client == "full" and not told
 
 
-def attacks_against(attacks: Iterable[str], defence: str, *, public: bool = True) -> Iterator[str]:
-    """Put the attackers of this defence in the place of `adaptive` and `malicious`; each attacker once.
+class Aim(NamedTuple):
+    """An entry of a run's attacks: the attack, and the only defence that it is run on."""
 
-    Without public data those that learn from such data are left out.
+    attack: str
+    defence: str | None = None
+    """None for every defence."""
+
+    def meets(self, defence: str) -> bool:
+        """Return whether the attack is run on this defence."""
+        return self.defence is None or canonical(self.defence) == canonical(defence)
+
+
+_AIM = re.compile(r"\s*([^()\s]+(?:\(.*?\))?)\s+on\s+(\S.*)", re.DOTALL)
+
+
+def aim(text: str) -> Aim:
+    """Split the text of an attack from that of the defence it is aimed at.
+
+    >>> aim("r-gap on none"), aim("cdia(iterations=9)")
+    (Aim(attack='r-gap', defence='none'), Aim(attack='cdia(iterations=9)', defence=None))
+    >>> aim("learned(epochs=40) on dp(clip=1, sigma=2) + cvb").defence
+    'dp(clip=1, sigma=2) + cvb'
     """
-    told = [text for text in attacks if not stands_for_many(text)]
+    match = _AIM.fullmatch(text)
+    return Aim(match[1], match[2].rstrip()) if match else Aim(text)
+
+
+@cache
+def canonical(defence: str) -> str:
+    """Return a defence's canonical text; of an object's name or custom code, the text itself."""
+    try:
+        return parse(defence).name
+    except GradveilError:
+        return defence.strip()
+
+
+def without_aim(attacks: Iterable[str]) -> list[str]:
+    """List the attacks of these entries, each once, without the defences that they are aimed at."""
+    return list(dict.fromkeys(aim(text).attack for text in attacks))
+
+
+def attacks_against(attacks: Iterable[str], defence: str, *, public: bool = True) -> Iterator[str]:
+    """List the attacks that are run on this defence; its own attackers replace `adaptive` and `malicious`.
+
+    Each attacker comes once. Without public data those that learn from such data are left out.
+
+    >>> list(attacks_against(["ig", "r-gap on none"], "None")), list(attacks_against(["ig", "r-gap on none"], "dgp"))
+    (['ig', 'r-gap'], ['ig'])
+    """
+    mine = [each.attack for each in map(aim, attacks) if each.meets(defence)]
+    told = [text for text in mine if not stands_for_many(text)]
     known = {make_name(text) for text in told}
-    for text in attacks:
+    for text in mine:
         if not stands_for_many(text):
             yield text
             continue
@@ -202,7 +248,7 @@ def attacks_against(attacks: Iterable[str], defence: str, *, public: bool = True
 
 def is_adaptive(text: str) -> bool:
     """Whether a text stands for the attackers of each defence who change nothing."""
-    return _word(text) == ADAPTIVE
+    return text.strip().lower() == ADAPTIVE
 
 
 def stands_for_many(text: str) -> bool:
@@ -211,7 +257,7 @@ def stands_for_many(text: str) -> bool:
 
 
 def _word(text: str) -> str:
-    return text.strip().lower()
+    return aim(text).attack.strip().lower()
 
 
 def make_name(text: str) -> str:

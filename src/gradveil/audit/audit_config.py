@@ -19,8 +19,8 @@ from gradveil.federated.training_config import (
 from gradveil.runs.run_folder import digest
 from gradveil.theory.accounting import Participation
 
-FREE = ("control",)
-"""Settings that a resumed run may change: they add trials or leave some out, and change none."""
+FREE = ("control", "cost")
+"""Settings that a resumed run may change: they add trials or trainings or leave some out, and change no trial."""
 
 
 class ClientConfig(Section):
@@ -98,12 +98,23 @@ class ObservedConfig(Section):
     clients: Annotated[list[str], Field(min_length=1)] | None = None
 
 
-class TrainPlan(Rounds):
-    """The training that is audited on its way (`gradveil audit --train`): at which rounds, and as `gradveil train`."""
+class CostPlan(Rounds):
+    """Short trainings next to an audit, one per defence and seed: they measure what each defence costs in accuracy.
+
+    Clients train on the auxiliary data, and the private images test the model: the clients that are attacked keep
+    their initial weights.
+    """
 
     rounds: Count = 20
     images: Count | None = None
     """How many training images are read and dealt to the clients; None for all."""
+    delta: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Of the epsilons of these trainings; None for that of `privacy`, or 1e-5."""
+
+
+class TrainPlan(CostPlan):
+    """The training that is audited on its way (`gradveil audit --train`): at which rounds, and as `gradveil train`."""
+
     audit_at: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
     """Rounds after which clients are attacked, 0: the untrained model; None for that, a quarter, and the end."""
 
@@ -157,6 +168,9 @@ class RunConfig(Section):
     """Attack these recorded updates; model, client and defences are then what the attackers believe."""
     train: TrainPlan | None = None
     """Train with every defence first, and attack the clients of that training; None attacks initial weights."""
+    cost: CostPlan | None = None
+    """Train with every defence as well, for its cost in accuracy; None leaves accuracy unknown. `train` measures it
+    anyway."""
     control: bool = True
     """Where no undefended client is asked for, attack a few without a defence too: they show that the attacks work."""
     images: bool = True
@@ -168,6 +182,11 @@ class RunConfig(Section):
     def stages(self) -> list[int | None]:
         """The rounds of the training after which clients are attacked; None stands for no training."""
         return [*self.train.stages] if self.train else [None]
+
+    @property
+    def trainings(self) -> CostPlan | None:
+        """The plan of the run's trainings, whether their clients are attacked or not; None without any."""
+        return self.train or self.cost
 
     @model_validator(mode="before")
     @classmethod
@@ -183,7 +202,13 @@ class RunConfig(Section):
 
     def resolved(self) -> dict[str, Any]:
         """Return every setting, defaults included, as plain values."""
-        return self.model_dump(mode="json")
+        plain = self.model_dump(mode="json")
+        # Digests of older runs know neither of the two.
+        if self.cost is None:
+            del plain["cost"]
+        if self.train is not None and self.train.delta is None:
+            del plain["train"]["delta"]
+        return plain
 
     @property
     def growing(self) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from gradveil.audit.audit_config import ClientConfig, RunConfig
 from gradveil.audit.budgets import Plan, Plans, read_budget, read_plans, restarts_worth, write_plan
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.preflight import open_experiment
-from gradveil.audit.recorded_attack import recover_observed, score_observed
+from gradveil.audit.recorded.recorded_attack import recover_observed, score_observed
 from gradveil.audit.run_directory import Store, Trial
 from gradveil.audit.score import TrialNames, failure, score
 from gradveil.audit.sources import Source

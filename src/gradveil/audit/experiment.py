@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from gradveil.attacks.protocol import Attack
 from gradveil.audit.attack_selection import UNDEFENDED
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.baselines import Guessing
-from gradveil.audit.sources import Source
+from gradveil.audit.sources import Source, TrainingSource
 from gradveil.client import Client, cross_entropy
 from gradveil.core.errors import fail
 from gradveil.core.noise import Key
@@ -23,6 +24,7 @@ from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Domain, Loss
 from gradveil.data import Dataset
 from gradveil.defences import Defence, parse
+from gradveil.federated.training_setup import TrainingSetting
 from gradveil.federated.training_state import Standing
 from gradveil.nn.module_paths import count_classes
 from gradveil.nn.weight_files import put_weights
@@ -51,6 +53,8 @@ class Experiment:
     """Whose updates are attacked: of simulated clients, of a training's, or recorded ones."""
     weights: Tensors = field(default_factory=dict[str, Tensor])
     """Trained parameters: of the undefended model, or of a defended one that has more; empty for initial ones."""
+    cost: TrainingSetting | None = None
+    """The trainings that measure what each defence costs in accuracy; None where it is not measured, or by `source`."""
     unfit: Mapping[tuple[int, str, str], str] = field(default_factory=dict[tuple[int, str, str], str])
     """(client, defence, attack) -> why the attack does not apply there: such trials are told, and not attacked."""
 
@@ -71,6 +75,11 @@ class Experiment:
         # A defence before which others speak may need more images: it may come, and changes no trial that is there.
         needed = None if gallery is None else max(gallery, self.config.images_needed)
         return self.source.images(self.public, self.private, needed)
+
+    def following(self, folder: Path) -> Experiment:
+        """Return the experiment with the folder of the trainings that it attacks, if it attacks any."""
+        source = self.source
+        return replace(self, source=replace(source, folder=folder)) if isinstance(source, TrainingSource) else self
 
     def defence(self, text: str) -> Defence:
         """Look up a defence of the run, or that of its control."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -12,11 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from gradveil.audit.attack_check import STATES, coincidence, examine
-from gradveil.audit.attack_selection import ATTACKERS
+from gradveil.audit.attack_selection import ATTACKERS, canonical
 from gradveil.audit.baselines import baseline, risk_of
+from gradveil.audit.defence_costs import Costs, DefenceCost, costs_of
 from gradveil.audit.display import result_table
+from gradveil.audit.recommendation import MissingVerdict, Recommendation, recommend
 from gradveil.audit.result_rows import Row, TrialSetting, summarise
-from gradveil.audit.run_directory import UNFIT, Trial
+from gradveil.audit.run_directory import UNFIT, Run, Trial
 from gradveil.audit.threat_model import scope, threat_model
 from gradveil.audit.verdict import LEVELS, Level, Verdict, verdicts
 from gradveil.core.formatting import DASH, interval, listing, percent, plural, size
@@ -47,6 +50,11 @@ class Gap:
     reasons: tuple[str, ...]
     undefended: bool
 
+    @property
+    def missing(self) -> MissingVerdict:
+        """What a recommendation has to know of it."""
+        return MissingVerdict(self.defence, self.level, self.undefended)
+
 
 @dataclass(frozen=True)
 class Findings:
@@ -54,6 +62,10 @@ class Findings:
 
     rows: tuple[Row, ...]
     """Every trial, those that failed too."""
+    costs: Costs = field(default_factory=dict[str, DefenceCost])
+    """What each defence costs in a training, by its canonical text; empty where nothing was trained."""
+    command: str = ""
+    """The command that made the run."""
 
     @cached_property
     def finished(self) -> list[Row]:
@@ -90,10 +102,23 @@ class Findings:
         """The verdict on the whole run in a sentence."""
         return sentence_of([self])
 
+    @cached_property
+    def recommendation(self) -> Recommendation | None:
+        """The defence to use and what it costs, or what to try next; None without a defence, or without a result."""
+        if not self.finished:
+            return None
+        return recommend(self.verdicts, [gap.missing for gap in self.gaps], self.costs, self.command)
+
+    def cost(self, defence: str) -> DefenceCost | None:
+        """Look up what a defence costs in a training; None where it was not measured."""
+        return self.costs.get(canonical(defence))
+
     @property
     def settings(self) -> list[dict[str, Any]]:
         """One plain object for each defence in each setting."""
-        return [*map(_plain, self.verdicts), *map(_plain_gap, self.gaps)]
+        plain = [*map(_plain, self.verdicts), *map(_plain_gap, self.gaps)]
+        found = [self.cost(each["defence"]) for each in plain]
+        return [{**each, "cost": cost and cost.as_object()} for each, cost in zip(plain, found, strict=True)]
 
     @cached_property
     def trials(self) -> list[dict[str, Any]]:
@@ -133,9 +158,14 @@ class Findings:
         return f"Control: {listing(dict.fromkeys(told))} without a defence." if told else ""
 
 
-def findings(trials: Sequence[Trial]) -> Findings:
-    """Collect the findings of these trials."""
-    return Findings(tuple(Row(place, trial) for place, trial in enumerate(trials)))
+def findings(trials: Sequence[Trial], costs: Costs = MappingProxyType({}), command: str = "") -> Findings:
+    """Collect the findings of these trials, and of trainings with the same defences."""
+    return Findings(tuple(Row(place, trial) for place, trial in enumerate(trials)), costs, command)
+
+
+def findings_of(run: Run, costs: Costs | None = None) -> Findings:
+    """Collect the findings of a run on disk with those of its own trainings, unless `costs` tells of others."""
+    return findings(run.trials, costs_of(run) if costs is None else costs, str(run.info.get("command", "")))
 
 
 def hits(row: Row, flag: str) -> int | None:
@@ -293,6 +323,8 @@ def print_outcome(
 ) -> None:
     """Print verdict, tables and remarks. `config` is the run's resolved configuration."""
     console.print(Text(f"Verdict: {found.sentence}", style="bold"), soft_wrap=True)
+    if found.recommendation is not None:
+        console.print(Text(f"Recommendation: {found.recommendation.text}"), soft_wrap=True)
     console.print()
     console.print(verdict_table(found))
     if every or (found.finished and not found.verdicts):
@@ -310,7 +342,8 @@ def verdict_table(found: Findings) -> Table:
     rows = found.entries
     clients = len({each.setting.client for each in rows}) > 1
     trained = any(each.setting.trained is not None for each in rows)
-    accuracy = trained and any(verdict.best.summary["accuracy"] is not None for verdict in found.verdicts)
+    accuracies = {id(verdict): _accuracy(found, verdict) for verdict in found.verdicts}
+    accuracy = any(accuracies.values())
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for title in ("defence", *(("client",) if clients else ()), *(("round",) if trained else ())):
         table.add_column(title, overflow="fold")
@@ -327,9 +360,18 @@ def verdict_table(found: Findings) -> Table:
         if isinstance(each, Gap):
             table.add_row(*where, label, *[DASH] * (6 + accuracy))
         else:
-            good = [percent(each.best.summary["accuracy"])] if accuracy else []
+            good = [accuracies[id(each)] or DASH] if accuracy else []
             table.add_row(*where, label, *headline(each), Text(strongest(each)), *good, size(each.price.sent))
     return table
+
+
+def _accuracy(found: Findings, verdict: Verdict) -> str:
+    """Write the accuracy of the model that was attacked, or of the training of its defence; empty without any."""
+    if verdict.setting.trained is not None:
+        then = verdict.best.summary["accuracy"]
+        return "" if then is None else percent(then)
+    cost = found.cost(verdict.defence)
+    return cost.accuracy.words() if cost else ""
 
 
 def headline(verdict: Verdict) -> tuple[str, str, str, str]:
@@ -356,7 +398,7 @@ def remarks_on(found: Findings, config: Mapping[str, Any]) -> Iterator[str]:
     if found.control:
         yield found.control
     yield from failures(found)
-    yield from conditions(found.rows)
+    yield from conditions(found)
     yield scope([row for row in found.finished if not row.is_control], config)
 
 
@@ -380,15 +422,15 @@ def failures(found: Findings) -> Iterator[str]:
             yield f"{row.attack} against {row.defence}, seed {row.seed}, failed: {row.trial.failed}."
 
 
-def conditions(every: Sequence[Row]) -> Iterator[str]:
+def conditions(found: Findings) -> Iterator[str]:
     """Name what spoils or limits the results: guarantees, simulated clients, warnings, changes in the model."""
-    rows = [row for row in every if row.trial.failed is None]
+    every, rows = found.rows, found.finished
     yield from (f"{row.attack} against {row.defence}: {alike}." for row in rows if (alike := coincidence(row)))
     for promise, names in _promises(rows).items():
         if promise in ("none", NOTHING):
             yield f"No formal guarantee: {listing(names)}."
         else:
-            yield f"Formal guarantee of {listing(names)}: {promise}."
+            yield from (f"Formal guarantee of {name}: {_guarantee(found, name, promise)}." for name in names)
     yield from (f"Believed {row.defence}: {note}." for row, note in _notes(rows))
     doubts = dict.fromkeys(f"{row.defence}: {doubt}" for row in rows for doubt in row.info.get("suspicions", ()))
     yield from (f"Privacy warning: {doubt}." for doubt in doubts)
@@ -422,6 +464,16 @@ def _notes(rows: Sequence[Row]) -> list[tuple[Row, str]]:
     """List what contradicts the simulated client in a defence, or had to be assumed of it, once each."""
     said = {(row.defence, note): row for row in rows for note in row.info.get("notes", ())}
     return [(row, note) for (_, note), row in said.items()]
+
+
+def _guarantee(found: Findings, defence: str, promise: str) -> str:
+    """Give the guarantee of the training behind the accuracy, whose epsilon is the only one that goes with it."""
+    cost = found.cost(defence)
+    if cost is None or not cost.proof:
+        return promise
+    planned = any(row.defence == defence and row.info.get("epsilon") for row in found.finished)
+    measured = f"{cost.proof}, for the {plural(cost.rounds, 'round')} of training behind the accuracy"
+    return f"{promise}; {measured}" if planned else measured
 
 
 def _promises(rows: Sequence[Row]) -> dict[str, list[str]]:

@@ -12,12 +12,12 @@ from torch import nn
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.protocol import Attack, CanRefuse, Prospect
 from gradveil.audit.argument_checks import declared
-from gradveil.audit.attack_selection import UNDEFENDED, WORDS, attacks_against, control_attacks
+from gradveil.audit.attack_selection import UNDEFENDED, WORDS, attacks_against, control_attacks, without_aim
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.experiment import Experiment
-from gradveil.audit.recorded_updates import observed_images, open_observed
+from gradveil.audit.recorded.recorded_updates import observed_images, open_observed
 from gradveil.audit.run_file import with_defaults
-from gradveil.audit.sources import Source, training_of, training_setting
+from gradveil.audit.sources import Source, cost_setting, training_of, training_setting
 from gradveil.client import Client, speakers
 from gradveil.core.errors import UNFIT, GradveilError, Problem, refuse
 from gradveil.core.formatting import listing
@@ -80,7 +80,10 @@ def obstacles(experiment: Experiment) -> Obstacles:
     """
     found = list(_obstacles(experiment))
     made = [each for each in found if isinstance(each, _Meeting) and not each.problems]
-    fits, attacked = {each.attack for each in made} & {*experiment.config.attacks}, {each[:2] for each in made}
+    fits, attacked = (
+        {each.attack for each in made} & {*without_aim(experiment.config.attacks)},
+        {each[:2] for each in made},
+    )
     problems: list[Problem] = []
     unfit: dict[tuple[int, str, str], str] = {}
     for each in found:
@@ -109,12 +112,16 @@ def _unfit_controls(experiment: Experiment) -> dict[tuple[int, str, str], str]:
 
 def _spared(experiment: Experiment, each: _Meeting, attacked: set[tuple[int, str]]) -> bool:
     """Say whether recorded updates can do without an attacker that `adaptive` stands for."""
-    return not experiment.source.simulated and each.attack not in experiment.config.attacks and each[:2] in attacked
+    return (
+        not experiment.source.simulated
+        and each.attack not in without_aim(experiment.config.attacks)
+        and each[:2] in attacked
+    )
 
 
 def _obstacles(experiment: Experiment) -> Iterator[Problem | _Meeting]:
     config = experiment.config
-    available = len(experiment.private)
+    available = _for_targets(experiment)
     for name in config.metrics:
         try:
             metric(name)
@@ -128,8 +135,8 @@ def _obstacles(experiment: Experiment) -> Iterator[Problem | _Meeting]:
         what = (
             f"{config.target_clients} clients from number {config.first_target_client} with {size} examples each need "
         )
-        what += f"{config.images_needed} images, '{config.data.name}' has {available} for targets: those of its test "
-        what += "split, or every fourth of a class where it has none"
+        which = f"those that are {experiment.private.classes[0]}s" if available < len(experiment.private) else _TARGETS
+        what += f"{config.images_needed} images, '{config.data.name}' has {available} for targets: {which}"
         remedy = (
             f"lower target clients, first_target_client or client.batch; at most {available // size} target clients"
         )
@@ -173,6 +180,16 @@ def _obstacles(experiment: Experiment) -> Iterator[Problem | _Meeting]:
                 return
 
 
+_TARGETS = "those of its test split, or every fourth of a class where it has none"
+
+
+def _for_targets(experiment: Experiment) -> int:
+    """Count the images that target clients may hold: bundled data may keep some to test a model only."""
+    entry = DATASETS.get(experiment.config.data.name)
+    whole = len(experiment.private)
+    return whole if entry is None or entry.targets is None or experiment.config.train else min(entry.targets, whole)
+
+
 def _weight_problems(experiment: Experiment, client: Client, index: int) -> Iterator[Problem]:
     """Say why trained weights fit neither this model nor the one without the defence."""
     plain = experiment.undefended(index, experiment.config.seeds[0]).model
@@ -184,9 +201,9 @@ def _speaker_problems(experiment: Experiment, index: int, client: Client, where:
     """Find out whether there are images for those who speak before a round: they are nobody's target clients."""
     config, count = experiment.config, speakers(client)
     needed = (config.first_target_client + config.target_clients + count) * config.client[index].examples
-    if count and needed > len(experiment.private):
+    if count and needed > (there := _for_targets(experiment)):
         who = "one other client speaks" if count == 1 else f"{count} other clients speak"
-        what = f"{who} before a round: with the targets that takes {needed} images, there are {len(experiment.private)}"
+        what = f"{who} before a round: with the targets that takes {needed} images, there are {there}"
         yield Problem(
             where, what, "lower target clients or client.batch, or let nobody speak (adgp: selection=previous)"
         )
@@ -211,27 +228,26 @@ def _meetings(
         spec = simulated_client.noise_spec(simulated_client.params(), first)
         found += experiment.source.attack_problems(attack, spec)
         aside = (
-            "" if text in config.attacks else f"; or name the attacks that you want, in the place of {listing(WORDS)}"
+            ""
+            if text in without_aim(config.attacks)
+            else f"; or name the attacks that you want, in the place of {listing(WORDS)}"
         )
         place = f"attack '{text}' on '{defence}', {where}"
         told = (Problem(f"{place}: {p.where}", p.what, p.remedy + aside) for p in found)
         yield _Meeting(index, defence, text, tuple(told))
 
 
-def open_experiment(
-    config: RunConfig, data_dir: Path | None = None, checked: bool = True, trained: Path | None = None
-) -> Experiment:
+def open_experiment(config: RunConfig, data_dir: Path | None = None, checked: bool = True) -> Experiment:
     """Load the data and build what a run needs; refuse with every problem at once.
 
-    A worker leaves the checks out (`checked=False`): they were made before it was started. `trained` is the folder of
-    the trainings that the run follows, if it does.
+    A worker leaves the checks out (`checked=False`): they were made before it was started.
     """
     problems = list(device_problems(config.device, config.precision))
     problems += _bundled_problems(config)
     refuse(problems)
     defences = {text: parse(text, own=True) for text in config.defences}
     weights = read_weights(located(config.model.weights, data_dir)) if config.model.weights else {}
-    source, public, target_clients = _source(config, others(defences.values()), data_dir, checked, trained)
+    source, public, target_clients = _source(config, others(defences.values()), data_dir, checked)
 
     def model(seed: int) -> nn.Module:
         return initial_model(config.model, target_clients, seed)[0]
@@ -250,12 +266,12 @@ def open_experiment(
         experiment = unobstructed(experiment)
         net, done = initial_model(config.model, target_clients, config.seeds[0], compared=True)
         refuse([replace(p, where=f"model: {called(net, p.where)}") for p in model_problems(experiment)])
-        experiment = replace(experiment, prepared=tuple(done))
+        experiment = replace(experiment, prepared=tuple(done), cost=cost_setting(config, data_dir, checked))
     return experiment
 
 
 def _source(
-    config: RunConfig, speaking: int, data_dir: Path | None, checked: bool, trained: Path | None
+    config: RunConfig, speaking: int, data_dir: Path | None, checked: bool
 ) -> tuple[Source, Dataset | None, Dataset]:
     """Open what the run's targets are, with public examples and the targets'; so many speak before a round."""
     if config.observed:
@@ -263,7 +279,7 @@ def _source(
         return observed, *observed_images(config, data_dir, observed)
     if config.train is not None:
         setting = training_setting(config, data_dir, checked)
-        training = training_of(setting, config, speaking, trained)
+        training = training_of(setting, config, speaking)
         return training, training.public.subset(range(len(training.public))[: config.data.public]), training.private
     images = config.images_needed + speaking * max(client.examples for client in config.client)
     gallery = None if config.data.gallery is None else max(config.data.gallery, images)
@@ -290,7 +306,7 @@ def _attacks(config: RunConfig, labelled: bool) -> dict[str, Attack]:
     found: dict[str, Attack] = {}
     for text in texts:
         attack = make_attack(with_defaults(text, *tuning), own=True)
-        if not labelled and text not in config.attacks and getattr(attack, "labels", None) == "given":
+        if not labelled and text not in without_aim(config.attacks) and getattr(attack, "labels", None) == "given":
             attack = make_attack(with_defaults(text, *tuning, labels="restore"))
         found[text] = attack
     return found

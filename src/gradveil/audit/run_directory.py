@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 from torch import Tensor
 
-from gradveil.audit.attack_selection import Attacker, Method, stands_for_many
+from gradveil.audit.attack_selection import Attacker, Method, stands_for_many, without_aim
 from gradveil.audit.audit_config import BUDGET, FREE
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.formatting import listing, plural
@@ -397,7 +397,7 @@ def _foreign(info: Mapping[str, Any], name: str, config: Mapping[str, Any]) -> I
         "seed": config.get("seeds") or (),
         "threshold": [value for value in [config.get("threshold")] if value is not None],
         "defence": () if info.get("control") else config.get("defences") or (),
-        "attack": () if many else attacks,
+        "attack": () if many else without_aim(attacks),
     }
     for key, values in planned.items():
         if values and key in info and info[key] not in values:
@@ -417,11 +417,15 @@ class Store:
 
         A budget that other attacks would share than before is refused, too: they would have had less of it.
         """
-        with AUDIT.opened(self.folder, info, fresh, lambda there: _shared_otherwise(there["sharing"], info["sharing"])):
+        with AUDIT.opened(self.folder, info, fresh, _unshared(info)):
             for child in children(self.folder / PLANS):  # a trial that is finished needs no plan
                 if (self.folder / TRIALS / child.name).exists():
                     shutil.rmtree(child)
             yield self
+
+    def problems(self, info: Mapping[str, Any]) -> list[Problem]:
+        """Find out why the run can neither begin in the directory nor go on there."""
+        return AUDIT.problems(self.folder, info, _unshared(info))
 
     def info(self) -> dict[str, Any]:
         """Return what `run.json` says."""
@@ -469,6 +473,11 @@ class Store:
         os.replace(folder, final)
         sync(final.parent)
         shutil.rmtree(self.plans(trial), ignore_errors=True)
+
+
+def _unshared(info: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Iterator[Problem]]:
+    """Compare the budgets of a run that is there with those of this one."""
+    return lambda there: _shared_otherwise(there["sharing"], info["sharing"])
 
 
 def _shared_otherwise(there: Mapping[str, list[int]], now: Mapping[str, list[int]]) -> Iterator[Problem]:

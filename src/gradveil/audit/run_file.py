@@ -16,9 +16,10 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from gradveil.attacks.attack_catalogue import ALL_ATTACKS, make_attack, own_attack
-from gradveil.audit.attack_selection import stands_for_many
+from gradveil.audit.attack_selection import Aim, aim, canonical, stands_for_many, without_aim
 from gradveil.audit.audit_config import RunConfig
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
+from gradveil.core.formatting import listing
 from gradveil.data import DATASETS
 from gradveil.defences import parse
 from gradveil.defences.paper_presets import spelled_out
@@ -146,29 +147,49 @@ def read(
     `train` counts only where `train` asks for it, and may be missing then. Iterations or restarts that no attack would
     take are refused: they would be ignored.
     """
-    raw = _raw(run, overrides, RunConfig)
+    file = _raw(run, RunConfig)
+    raw = _with(file, overrides)
     if train:
         raw.setdefault("train", {})
     elif unused := [setting for setting in settings if setting.strip().startswith("train")]:
         raise fail(f"--set {unused[0]}", "is of a training, and none is asked for", "add --train, or leave it out")
-    config = assemble(raw, settings)
+    config = _assemble(RunConfig, raw, settings, file)
     refuse([*_without_effect(config, overrides or {}, settings)])
     return config if train else config.model_copy(update={"train": None})
 
 
 def read_training(run: str, overrides: Mapping[str, Any] | None = None, settings: Sequence[str] = ()) -> TrainConfig:
     """Read the run file of a training; as `read` does."""
-    return _assemble(TrainConfig, _raw(run, overrides, TrainConfig), settings)
+    return _assemble(TrainConfig, _with(_raw(run, TrainConfig), overrides), settings)
 
 
-def _raw(run: str, overrides: Mapping[str, Any] | None, kind: type[RunConfig] | type[TrainConfig]) -> dict[str, Any]:
+def _raw(run: str, kind: type[RunConfig] | type[TrainConfig]) -> dict[str, Any]:
     where, text = _find(run, kind)
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise fail(where, f"is not valid TOML: {error}", "correct that place; strings need quotes") from error
     raw.setdefault("name", Path(where).stem)
-    return raw | {key: value for key, value in (overrides or {}).items() if value is not None}
+    return raw
+
+
+def _with(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {**raw, **{key: value for key, value in (overrides or {}).items() if value is not None}}
+
+
+def _still_aimed(whole: dict[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the file's attacks on those of its defences that options replaced."""
+    attacks, before, after = (whole.get("attacks"), *(some.get("defences", ["none"]) for some in (file, whole)))
+    if not all(isinstance(each, list) for each in (attacks, before, after)) or before == after:
+        return whole
+    texts, others = ([text for text in some if isinstance(text, str)] for some in (before, after))
+
+    def goes(entry: Any) -> bool:
+        if not isinstance(entry, str) or aim(entry).defence is None or entry not in file.get("attacks", ()):
+            return False
+        return any(map(aim(entry).meets, texts)) and not any(map(aim(entry).meets, others))
+
+    return {**whole, "attacks": [entry for entry in attacks or () if not goes(entry)]}
 
 
 def assemble(raw: Mapping[str, Any], settings: Sequence[str]) -> RunConfig:
@@ -176,13 +197,16 @@ def assemble(raw: Mapping[str, Any], settings: Sequence[str]) -> RunConfig:
     return _assemble(RunConfig, raw, settings)
 
 
-def _assemble(kind: type[Config], raw: Mapping[str, Any], settings: Sequence[str]) -> Config:
+def _assemble(
+    kind: type[Config], raw: Mapping[str, Any], settings: Sequence[str], file: Mapping[str, Any] | None = None
+) -> Config:
+    """Set keys and check the whole; `file` is the run file without the options."""
     whole = copy.deepcopy(dict(raw))
     for setting in settings:
         _set(whole, setting)
     if isinstance(texts := whole.get("defences"), list) and all(isinstance(text, str) for text in texts):
         whole["defences"] = spelled_out(texts)
-    return _resolve(kind, whole, names=True)
+    return _resolve(kind, whole if file is None else _still_aimed(whole, file), names=True)
 
 
 def resolve(raw: Mapping[str, Any], names: bool = True) -> RunConfig:
@@ -239,10 +263,11 @@ def _without_effect(config: RunConfig, overrides: Mapping[str, Any], settings: S
     said |= {key: f"--{key.replace('_', '-')} {value}" for key, value in overrides.items() if value is not None}
     for key, one in (("iterations", (1, None)), ("restarts", (None, 1))):
         if key not in said or any(
-            stands_for_many(text) or with_defaults(text, *one) != with_defaults(text) for text in config.attacks
+            stands_for_many(text) or with_defaults(text, *one) != with_defaults(text)
+            for text in without_aim(config.attacks)
         ):
             continue
-        takers = [text for text in config.attacks if _takes(text, key)]
+        takers = [text for text in without_aim(config.attacks) if _takes(text, key)]
         if not takers:
             yield Problem(said[key], f"changes nothing: no attack takes {key}", "leave it out, or name other attacks")
             continue
@@ -309,27 +334,41 @@ def _unknown_names(raw: Mapping[str, Any]) -> Iterator[Problem]:
     for key, build in (("attacks", partial(make_attack, own=True)), ("defences", partial(parse, own=True))):
         given = raw.get(key)
         entries = given if isinstance(given, list) else []
-        seen: dict[str, int] = {}
+        seen: dict[tuple[str, str | None], int] = {}
         for i, entry in enumerate(entries):
-            if not isinstance(entry, str) or not entry or (key == "attacks" and stands_for_many(entry)):
+            if not isinstance(entry, str) or not entry:
+                continue
+            attack, target = aim(entry) if key == "attacks" else Aim(entry)
+            if target is not None:
+                yield from unmet(f"{key}[{i}]", Aim(attack, target), raw.get("defences", ["none"]))
+            if key == "attacks" and stands_for_many(attack):
                 continue
             try:
-                name = build(entry).name
+                name = build(attack).name
             except GradveilError as error:
                 yield from (_placed(f"{key}[{i}]", problem) for problem in error.problems)
                 continue
             if key == "attacks":
-                name = build(with_defaults(entry, *tuning)).name
-            if name in seen:
-                first = f"{key}[{seen[name]}] '{entries[seen[name]]}'"
-                yield Problem(f"{key}[{i}]", f"'{entry}' is the same as {first}", "remove one of them")
-            seen.setdefault(name, i)
+                name = build(with_defaults(attack, *tuning)).name
+            aims = (name, None), (name, target and canonical(target))
+            if (first := next((seen[each] for each in aims if each in seen), None)) is not None:
+                what = f"'{entry}' is the same as {key}[{first}] '{entries[first]}'"
+                yield Problem(f"{key}[{i}]", what, "remove one of them")
+            seen.setdefault(aims[-1], i)
     yield from _unknown_model(_text(raw, "model"))
     yield from _decided_elsewhere(raw)
     yield from _unknown_data(_text(raw, "data"), "observed" in raw)
     seeds = raw.get("seeds")
     if isinstance(seeds, list) and len({str(seed) for seed in seeds}) < len(seeds):
         yield Problem("seeds", f"{seeds} holds a seed twice", "give each once: more seeds are more independent runs")
+
+
+def unmet(where: str, target: Aim, defences: Any) -> Iterator[Problem]:
+    """Find an attack that is aimed at a defence which the run does not have."""
+    texts = [text for text in defences if isinstance(text, str)] if isinstance(defences, list) else []
+    if not any(map(target.meets, texts)):
+        what = f"'{target.attack}' is aimed at '{target.defence}', and the run has no such defence"
+        yield Problem(where, what, f"name one of its defences: {listing(texts)}" if texts else "name its defences")
 
 
 def _count(raw: Mapping[str, Any], key: str) -> int | None:

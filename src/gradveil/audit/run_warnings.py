@@ -5,7 +5,7 @@ Attacked where all is asked for; closed forms are a warning of `check` and of au
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +19,9 @@ from gradveil.audit.experiment import Experiment
 from gradveil.audit.run_file import with_defaults
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError, Problem
-from gradveil.core.formatting import listing, number, plural
+from gradveil.core.formatting import listing, plural
 from gradveil.core.types import Batch
-from gradveil.defences.guarantees import NOTHING, examine
+from gradveil.defences.guarantees import examine
 from gradveil.defences.privacy_warnings import suspicions
 from gradveil.nn.first_layer_equations import InputEquations, shown
 from gradveil.nn.layer_chain import Link, chained, settles
@@ -192,24 +192,6 @@ def privacy_facts(experiment: Experiment, client: Client, batch: Batch) -> dict[
         "epsilon": {each.unit: epsilon(each.multiplier, training) for each in sound if training},
         "suspicions": [str(problem) for problem in suspicions(client, batch, training)] if training else [],
     }
-
-
-def proven(info: Mapping[str, Any]) -> str:
-    """Say in a few words what is proven of a trial's defence: of the planned training, or else of the one audited.
-
-    >>> proven({"epsilon": {"example": 1.8282}}), proven({"guarantee": "no formal guarantee: 'a' looks ..."})
-    ('epsilon 1.83 of each example', 'no formal guarantee')
-    >>> proven({"epsilon": {"client": 8800112.3}})
-    'epsilon 8.8e+06 of each client'
-    """
-    epsilons = info.get("epsilon") or (info.get("training") or {}).get("epsilon") or {}
-    # Digits of a number that promises nothing would look like precision.
-    said = {unit: number(value) if value < 1e4 else f"{value:.2g}" for unit, value in epsilons.items()}
-    found = [f"epsilon {value} of each {unit}" for unit, value in said.items()]
-    if found:
-        return ", ".join(found)
-    told = str(info.get("guarantee") or "none")
-    return NOTHING if told == "none" or told.startswith(NOTHING) else told
 
 
 def privacy_problems(experiment: Experiment) -> Iterator[Problem]:

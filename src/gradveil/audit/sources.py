@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.protocol import Active, Attack
-from gradveil.audit.attack_selection import UNDEFENDED, has_control
+from gradveil.audit.attack_selection import UNDEFENDED, has_control, undefended
 from gradveil.audit.audit_config import RunConfig
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
@@ -194,32 +194,45 @@ def training_config(config: RunConfig) -> TrainConfig:
     """Write the training of an audit as a run file of `gradveil train` says it: all images train, none is kept apart.
 
     Where the plan does not say how clients train, or what, they do as the first of the run's clients does. A control
-    attacks clients of a training without a defence.
+    attacks clients of a training without a defence, and without one no accuracy can be compared.
     """
-    plan = config.train
+    plan = config.trainings
     assert plan is not None
     shared = {name: getattr(plan, name) for name in Rounds.model_fields}
     shared |= {name: getattr(plan, name) or getattr(config.client[0], name) for name in ("local", "trainable")}
     data = config.data.model_dump() | {"public": plan.images, "gallery": None}
     same = {name: getattr(config, name) for name in ("name", "model", "seeds", "precision", "device")}
-    same["defences"] = [*config.defences, *([UNDEFENDED] if has_control(config) else [])]
-    if config.privacy is not None:
-        shared["delta"] = config.privacy.delta
+    bare = not any(map(undefended, config.defences)) if config.train is None else has_control(config)
+    same["defences"] = [*config.defences, *([UNDEFENDED] if bare else [])]
+    if (delta := plan.delta or (config.privacy and config.privacy.delta)) is not None:
+        shared["delta"] = delta
     return TrainConfig(**shared, **same, data=TrainDataConfig(**data), validation=0.0)
 
 
 def training_setting(config: RunConfig, data_dir: Path | None, checked: bool) -> TrainingSetting:
     """Open the training of an audit; what is wrong with it is told by its place in the audit's run file."""
+    table = "cost" if config.train is None else "train"
     try:
         return open_setting(training_config(config), data_dir, checked)
     except GradveilError as error:
         raise GradveilError(
-            replace(p, where=f"train.{p.where}") if re.split(r"\W", p.where)[0] in Rounds.model_fields else p
+            replace(p, where=f"{table}.{p.where}") if re.split(r"\W", p.where)[0] in Rounds.model_fields else p
             for p in error.problems
         ) from error
 
 
-def training_of(setting: TrainingSetting, config: RunConfig, speakers: int, folder: Path | None) -> TrainingSource:
+def cost_setting(config: RunConfig, data_dir: Path | None, checked: bool) -> TrainingSetting | None:
+    """Open the trainings that measure accuracy next to an audit; None where it has none, or attacks their clients."""
+    if config.cost is None or config.train is not None:
+        return None
+    try:
+        return training_setting(config, data_dir, checked)
+    except GradveilError as error:
+        aside = "; or leave accuracies out: --set cost="
+        raise GradveilError(replace(p, remedy=p.remedy + aside) for p in error.problems) from error
+
+
+def training_of(setting: TrainingSetting, config: RunConfig, speakers: int) -> TrainingSource:
     """Deal the images as the training does, and keep those of the target clients and of who speaks before a round."""
     hands = {seed: [hand for hand, _ in setting.hands(seed)] for seed in config.seeds}
     people = config.first_target_client + config.target_clients + speakers
@@ -235,7 +248,7 @@ def training_of(setting: TrainingSetting, config: RunConfig, speakers: int, fold
     place = torch.empty(len(images), dtype=torch.long)
     place[chosen] = torch.arange(len(chosen))
     dealt = {seed: [place[hand] for hand in mine] for seed, mine in wanted.items()}
-    return TrainingSource(setting, images.subset(chosen), dealt, folder)
+    return TrainingSource(setting, images.subset(chosen), dealt)
 
 
 def _too_few(hands: dict[int, list[Tensor]], config: RunConfig, people: int, needed: int) -> Iterator[Problem]:

@@ -18,8 +18,8 @@ from gradveil.audit.verdict import LEVELS
 from gradveil.cli.shared_options import Detail
 from gradveil.cli.training_output import table, wide
 from gradveil.core.formatting import DASH, interval, listing, percent, plural
+from gradveil.federated.training_groups import group_trainings
 from gradveil.federated.training_run import is_training, load_training
-from gradveil.report.training_groups import group_trainings
 
 
 def show_gate(outcome: Gate, page: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +15,34 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from gradveil.audit.attack_selection import is_adaptive, trials
+from gradveil.audit.attack_selection import is_adaptive, trials, without_aim
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.audit_run import describe, run, site
 from gradveil.audit.display import Screen
 from gradveil.audit.experiment import Experiment
-from gradveil.audit.findings import findings
+from gradveil.audit.findings import findings_of
 from gradveil.audit.gate import Accepted, gate
 from gradveil.audit.preflight import open_experiment
-from gradveil.audit.recorded_attack import NO_SCORE
-from gradveil.audit.recorded_updates import open_observed
-from gradveil.audit.run_directory import TRAINING, Store, Trial, load_run
+from gradveil.audit.recorded.recorded_attack import NO_SCORE
+from gradveil.audit.recorded.recorded_updates import open_observed
+from gradveil.audit.run_directory import AUDIT, TRAINING, Store, Trial, load_run
 from gradveil.audit.run_file import assemble, read
 from gradveil.audit.run_warnings import closed_forms, widened
 from gradveil.audit.sources import TrainingSource
 from gradveil.audit.trial import sharing
 from gradveil.cli.audit_output import show_gate, show_outcome
 from gradveil.cli.exports import Exports, check_accepted
-from gradveil.cli.shared_options import Detail, Place, again
-from gradveil.cli.training_output import show_round, warn
-from gradveil.core.errors import fail
+from gradveil.cli.shared_options import Detail, Place, again, run_directory
+from gradveil.cli.training_output import show_end, show_round, warn
+from gradveil.core.errors import Problem, fail
+from gradveil.core.formatting import plural
 from gradveil.core.user_code import outdated
 from gradveil.federated.training_config import UNSEEN
-from gradveil.federated.training_run import TRAINING_RUN, load_summaries
+from gradveil.federated.training_run import TRAINING_RUN, load_summaries, load_training
 from gradveil.federated.training_run import describe as describe_training
 from gradveil.federated.training_run import run as train
 from gradveil.federated.training_run import site as train_site
+from gradveil.federated.training_setup import TrainingSetting
 from gradveil.report import write_report
 from gradveil.report.outcomes import outcome_of
 from gradveil.report.pareto import as_object
@@ -58,7 +61,7 @@ def warn_of_code(trials: Sequence[Trial], config: RunConfig, training: Path | No
     """Warn of results computed with other versions of custom code."""
     versions = [trial.info.get("code", {}) for trial in trials]
     versions += [summary.get("code", {}) for summary in load_summaries(training)] if training else []
-    warn(outdated(versions, (config.model.name, *config.defences, *config.attacks)))
+    warn(outdated(versions, (config.model.name, *config.defences, *without_aim(config.attacks))))
 
 
 def judge(folder: Path, as_json: bool, fail_above: float | None, accepted: Sequence[Accepted], exports: Exports) -> int:
@@ -82,6 +85,8 @@ def read_config(
         raise fail("--train", "does not go with --observed: those updates were made elsewhere", "leave out one of them")
     if name is not None:
         config = read(name, overrides, settings, trained)
+        if config.observed is not None:  # where they were trained, their accuracy was measured
+            config = config.model_copy(update={"cost": None})
         if config.observed is not None and config.train is not None:
             raise fail(
                 "observed", "does not go with a training: those updates were made elsewhere", "leave out --train"
@@ -94,10 +99,10 @@ def read_config(
     return assemble(raw | {key: value for key, value in overrides.items() if value is not None}, settings)
 
 
-def open_run(config: RunConfig, folder: Path, data_dir: Path | None) -> tuple[Experiment, list[str]]:
+def open_run(config: RunConfig, data_dir: Path | None) -> tuple[Experiment, list[str]]:
     """Open the experiment, print the attacks added to it, and return its warnings."""
     console = Console(stderr=True, soft_wrap=True, markup=False)
-    experiment = open_experiment(config, data_dir, trained=folder / TRAINING)
+    experiment = open_experiment(config, data_dir)
     if any(is_adaptive(text) for text in config.attacks):
         experiment, added = widened(experiment)
         for line in added:
@@ -108,17 +113,38 @@ def open_run(config: RunConfig, folder: Path, data_dir: Path | None) -> tuple[Ex
     return experiment, warnings
 
 
-def run_trials(
-    experiment: Experiment,
-    warnings: Sequence[str],
-    folder: Path,
-    fresh: bool,
-    data_dir: Path | None,
-    workers: int | None,
-    place: Place,
-    command: str,
-) -> list[Trial]:
-    """Run the unfinished trials; return all trials of the run."""
+@dataclass(frozen=True)
+class OpenedRun:
+    """A run that is ready to start: what its files are to say, and how many workers it has."""
+
+    experiment: Experiment
+    info: Mapping[str, Any]
+    workers: int
+    command: str
+
+    @property
+    def training(self) -> TrainingSetting | None:
+        """The trainings that the audit attacks, or that measure accuracies."""
+        source = self.experiment.source
+        return source.setting if isinstance(source, TrainingSource) else self.experiment.cost
+
+    @cached_property
+    def training_info(self) -> Mapping[str, Any] | None:
+        """What the file of the trainings is to say."""
+        if (setting := self.training) is None:
+            return None
+        return describe_training(setting.config, self.command, setting.weights, setting.data.identities())
+
+    def problems(self, folder: Path) -> list[Problem]:
+        """Find out why the run can neither begin in a folder nor go on there."""
+        found = Store(folder).problems(self.info)
+        if not found and self.training_info is not None:
+            found = TRAINING_RUN.problems(folder / TRAINING, self.training_info)
+        return found
+
+
+def describe_run(experiment: Experiment, warnings: Sequence[str], workers: int | None, command: str) -> OpenedRun:
+    """Describe a run as its files do; without a number it has a worker per core, or one on a GPU."""
     config = experiment.config
     on_cpu = config.device == "cpu"
     count = workers or (cores() if on_cpu else 1)
@@ -126,12 +152,23 @@ def run_trials(
         # One thread, as in a worker, adds in the same order.
         torch.set_num_threads(1)
     share = config.target_clients if len(trials(config)) >= count else -(-config.target_clients // count)
+    info = describe(config, share, command, experiment.held, sharing(experiment), warnings, experiment.images)
+    return OpenedRun(experiment, info, count, command)
+
+
+def choose_folder(opened: OpenedRun, out: Path | None, fresh: bool) -> Path:
+    """Choose the run directory, see `run_directory`."""
+    return run_directory(out, opened.experiment.config.name, opened.problems, AUDIT.found, fresh)
+
+
+def run_trials(opened: OpenedRun, folder: Path, fresh: bool, data_dir: Path | None, place: Place) -> list[Trial]:
+    """Run the unfinished trainings and trials; return all trials of the run."""
+    experiment = opened.experiment.following(folder / TRAINING)
     try:
-        info = describe(config, share, command, experiment.held, sharing(experiment), warnings, experiment.images)
-        with Store(folder).open(info, fresh) as store:
+        with Store(folder).open(opened.info, fresh) as store:
             share = store.info()["share"]
-            at = place.schedule(count)
-            _train(experiment, folder / TRAINING, data_dir, at, command)
+            at = place.schedule(opened.workers)
+            _train(opened, folder / TRAINING, data_dir, at)
             with Screen(Console(stderr=True, markup=False)) as screen:
                 run(experiment, store, screen, share, at(site(experiment, data_dir)))
     except KeyboardInterrupt:
@@ -142,18 +179,23 @@ def run_trials(
     return load_run(folder).trials
 
 
-def _train(
-    experiment: Experiment, folder: Path, data_dir: Path | None, at: Callable[[Site], Scheduler], command: str
-) -> None:
-    """Run the unfinished trainings that the audit attacks, and keep their states."""
-    plan, console = experiment.config.train, Console(stderr=True, soft_wrap=True, markup=False)
-    if plan is None or not isinstance(experiment.source, TrainingSource):
+def _train(opened: OpenedRun, folder: Path, data_dir: Path | None, at: Callable[[Site], Scheduler]) -> None:
+    """Run the unfinished trainings that the audit attacks, or that measure accuracies, and keep their states."""
+    config, setting, info = opened.experiment.config, opened.training, opened.training_info
+    if setting is None or info is None:
         return
-    setting = experiment.source.setting
-    schedule = at(train_site(setting, data_dir))
-    info = describe_training(setting.config, command, setting.weights, setting.data.identities())
+    console, rounds = Console(stderr=True, soft_wrap=True, markup=False), setting.config.rounds
+    tell = partial(show_round, console, rounds)
+    if config.train is None:
+        tell = partial(show_end, console)
     with TRAINING_RUN.opened(folder, info):
-        train(setting, folder, partial(show_round, console, plan.rounds), schedule, at=plan.stages)
+        if config.train is None:
+            planned, finished = load_training(folder).trials, load_summaries(folder)
+            done = f", {len(finished)} of them already done" if finished else ""
+            count = f"{plural(len(planned), 'training')} of {plural(rounds, 'round')}"
+            console.print(f"{count} for the accuracy of each defence{done}", style="bold", highlight=False)
+        stages = config.train.stages if config.train else ()
+        train(setting, folder, tell, at(train_site(setting, data_dir)), at=stages)
 
 
 def command_of(name: str | None, overrides: dict[str, Any], settings: Sequence[str], flags: Sequence[str]) -> str:
@@ -168,11 +210,12 @@ def command_of(name: str | None, overrides: dict[str, Any], settings: Sequence[s
     return shlex.join([*words, *flags])
 
 
-def show_trials(trials: Sequence[Trial], config: RunConfig, as_json: bool, folder: Path, shown: Detail) -> None:
-    """Print the results as text or JSON."""
-    if not trials:
+def show_trials(config: RunConfig, as_json: bool, folder: Path, shown: Detail) -> None:
+    """Print the results of a run directory as text or JSON."""
+    run = load_run(folder)
+    if not run.trials:
         raise fail("audit", "has no results", "run it again")
     if as_json:
-        typer.echo(json.dumps(as_object([findings(trials)]), indent=1))
+        typer.echo(json.dumps(as_object([findings_of(run)]), indent=1))
     else:
-        show_outcome(findings(trials), config.resolved(), folder, shown)
+        show_outcome(findings_of(run), config.resolved(), folder, shown)

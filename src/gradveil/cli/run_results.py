@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
-from gradveil.audit.findings import findings
+from gradveil.audit.findings import findings, findings_of
 from gradveil.audit.gate import Accepted, gate
 from gradveil.audit.run_directory import RUN, TRAINING, Trial, load_run
 from gradveil.cli.audit_output import show_gate, show_outcome
@@ -41,7 +41,7 @@ class Audits:
     def __init__(self, folders: Sequence[Path]) -> None:
         """Read them; reject damaged ones."""
         self.runs = [load_run(folder) for folder in folders]
-        self.findings = [findings(run.trials) for run in self.runs]
+        self.findings = [findings_of(run) for run in self.runs]
 
     @property
     def finished(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from gradveil.runs.task import Scheduler, Site
 
 _FRESH = "--fresh"
+_FEW, _REASON = 3, 80
+"""How many differences from another run are printed, and how many characters of each."""
 
 
 def again() -> str:
@@ -35,6 +37,39 @@ def kept(words: Iterable[str]) -> list[str]:
     ['gradveil', 'train', 'digits']
     """
     return [word for word in words if word != _FRESH]
+
+
+def run_directory(
+    out: Path | None,
+    name: str,
+    problems: Callable[[Path], Sequence[Problem]],
+    found: Callable[[Path], bool],
+    fresh: bool,
+) -> Path:
+    """Choose the directory of a run: --out, or `runs/NAME`, or `runs/NAME-2` and so on where other runs are.
+
+    Prints on standard error that a run goes on, or that it goes elsewhere and why. `problems` says why a run cannot be
+    in a directory, `found` whether one is there.
+    """
+    from gradveil.runs.run_folder import numbered
+
+    base = Path("runs") / name
+    folder, taken = (out, ()) if out is not None else numbered(base, problems)
+    goes_on = not fresh and found(folder) and not problems(folder)
+    if taken:
+        reasons = [_reason(problem, base) for problem in taken]
+        few = "; ".join(reason if len(reason) <= _REASON else f"{reason[:_REASON]}..." for reason in reasons[:_FEW])
+        more = f"; and {len(reasons) - _FEW} more" if len(reasons) > _FEW else ""
+        typer.echo(f"{base} holds another run: {few}{more}.", err=True)
+    if taken or goes_on:
+        typer.echo(f"{'Resuming the run in' if goes_on else 'This run is in'} {folder}.", err=True)
+    return folder
+
+
+def _reason(problem: Problem, base: Path) -> str:
+    """Shorten a problem with a run's directory to what differs there, or in the trainings in it."""
+    part, _, difference = problem.where.removeprefix(str(base)).partition(", ")
+    return ": ".join(filter(None, (part.strip("/"), difference or problem.what)))
 
 
 def own_code() -> None:

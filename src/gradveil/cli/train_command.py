@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradveil.cli.shared_options import AddressOption, Engine, EngineOption, Place, again, own_code
+from gradveil.cli.shared_options import AddressOption, Engine, EngineOption, Place, again, own_code, run_directory
 from gradveil.core.errors import Problem, refuse
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _HELP = {
     "run": "A run file (TOML), or the name of a bundled training: digits.",
     "rounds": "Number of rounds. A higher number continues a finished training.",
-    "out": "The run directory. Default: runs/NAME.",
+    "out": "The run directory. Default: runs/NAME, or runs/NAME-2 and so on for other settings.",
     "set": "Any setting of the run file: --set clients=20 --set partition.kind=column; KEY= leaves it out. Repeatable.",
     "data": "Folder where data files lie (or set GRADVEIL_DATA).",
     "record": "Record what the clients send in this folder: encoded updates, the round, the global model.",
@@ -58,7 +58,8 @@ def train(
 ) -> int:
     """Train a model among many clients with every defence, and report its cost in accuracy, bytes and time.
 
-    Every round is stored. The same command continues where it stopped, with bit-identical results.
+    Every round is stored. The same command continues where it stopped, with bit-identical results. Other settings get a
+    run directory of their own.
     """
     import torch
     from rich.console import Console
@@ -79,12 +80,13 @@ def train(
     # More threads than cores would wait for each other.
     threads = threads or (max(1, cores() // 2) if count == 1 and engine is Engine.processes else 1)
     torch.set_num_threads(threads)
-    folder = out or Path("runs") / config.name
     console = Console(stderr=True, soft_wrap=True, markup=False)
     recorder = _recorder(config, record, record_round, record_client, record_truth)
     opened_setting = open_setting(config, data_dir)
+    info = describe(config, again(), opened_setting.weights, opened_setting.data.identities())
+    problems = partial(TRAINING_RUN.problems, info=info)
+    folder = run_directory(out, config.name, problems, TRAINING_RUN.found, fresh)
     try:
-        info = describe(config, again(), opened_setting.weights, opened_setting.data.identities())
         with TRAINING_RUN.opened(folder, info, fresh):
             schedule = place.schedule(count, threads)(site(opened_setting, data_dir, recorder))
             run(opened_setting, folder, partial(training_output.show_round, console, config.rounds), schedule, recorder)

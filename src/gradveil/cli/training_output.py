@@ -17,10 +17,10 @@ from gradveil.core.errors import Problem
 from gradveil.core.formatting import DASH, percent, plural, size
 from gradveil.defences.aligned import OUTVOTING
 from gradveil.defences.privacy_warnings import MEANINGLESS
+from gradveil.federated.training_groups import TrainingGroup, TrainingSummary, Trials, group_trainings, no_progress
 from gradveil.federated.training_run import FAILED
 from gradveil.federated.training_setup import TrainingTrial
 from gradveil.federated.training_state import RoundResult, Status
-from gradveil.report.training_groups import TrainingGroup, TrainingSummary, Trials, group_trainings, no_progress
 from gradveil.report.training_paper_table import accuracy_text, compared_seeds_text, difference_text, rounds_text
 
 DIVERGED = 1
@@ -84,6 +84,14 @@ def show_round(console: Console, rounds: int, trial: TrainingTrial, last: RoundR
         parts.append(f"only {last.spoke[0]} of {last.spoke[1]} clients spoke before it")
     ended = "" if status == "running" else f" ({status})"
     console.print(f"{', '.join(parts)}, {last.seconds:.1f} s{ended}", highlight=False)
+
+
+def show_end(console: Console, trial: TrainingTrial, last: RoundResult, status: Status) -> None:
+    """Print one line when a training next to an audit has ended."""
+    if status != "running":
+        ended = "" if status == "finished" else f" ({status})"
+        words = f"trained with {trial.title}, seed {trial.seed}: accuracy {percent(last.accuracy)}{ended}"
+        console.print(words, highlight=False)
 
 
 def warn(problems: Iterable[Problem]) -> None:

@@ -47,8 +47,9 @@ def digits() -> Raw:
 def faces() -> Raw:
     """100 faces and 100 backgrounds, 25x25 and grey: half of each are public, half private.
 
-    The order is three faces, one background, three faces, ... until no faces are left. Backgrounds are sorted by
-    falling contrast: the last ones are plain black, and an attack that does nothing would "recover" them.
+    Private faces come first, so target clients hold faces; the private backgrounds behind them only test a model. In
+    the public split three faces and a background take turns until no faces are left. Backgrounds are sorted by falling
+    contrast: the last ones are plain black, and an attack that does nothing would "recover" them.
     """
     with needs("demo", "faces"):
         from skimage.data import lfw_subset
@@ -60,12 +61,12 @@ def faces() -> Raw:
     for start in (0, 1):
         images = torch.cat([face[start::2], other[start::2]])
         labels = torch.cat([torch.zeros(50), torch.ones(50)]).long()
-        order = torch.tensor(_faces_first(50))
+        order = torch.tensor(range(100) if start else _taking_turns(50))
         splits += [images[order], labels[order]]
     return Raw(*splits)
 
 
-def _faces_first(each: int) -> list[int]:
+def _taking_turns(each: int) -> list[int]:
     """Order `each` faces (numbered from 0) and as many others (numbered from `each`) by the face period."""
     face, other = iter(range(each)), iter(range(each, 2 * each))
     order: list[int] = []

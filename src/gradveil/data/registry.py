@@ -41,6 +41,8 @@ class DatasetEntry:
     """Published mean and std per channel, if any."""
     classes: tuple[str, ...] | None = None
     task: bool = True
+    targets: int | None = None
+    """How many of the private images target clients may hold, the first ones; None for all."""
 
 
 DATASETS: dict[str, DatasetEntry] = {
@@ -55,6 +57,7 @@ DATASETS: dict[str, DatasetEntry] = {
         "A subset of Labeled Faces in the Wild: G. Huang, M. Mattar, H. Lee, E. Learned-Miller, Learning to Align from "
         "Scratch, NIPS 2012; for research.",
         classes=("face", "background"),
+        targets=50,
     ),
     "patches": DatasetEntry(
         "544 colour crops of nine photographs, 80x80, labels without meaning: attacks only (in both)",

@@ -7,12 +7,13 @@ from typing import Any
 
 from gradveil.audit.attack_check import STATES, descent, examine
 from gradveil.audit.attack_selection import ATTACKERS
+from gradveil.audit.defence_costs import costs_of
 from gradveil.audit.findings import Findings, findings, headline, hits
 from gradveil.audit.result_rows import BASELINES, Row
 from gradveil.audit.run_directory import Run
-from gradveil.audit.run_warnings import proven
 from gradveil.audit.threat_model import scope, threat_model, untried
 from gradveil.core.formatting import interval, listing, plural
+from gradveil.federated.training_groups import proven
 from gradveil.report import method, pareto, plots, trial_table
 from gradveil.report.defence_lines import defence_tables
 from gradveil.report.exhibits import Exhibit, exhibits, halls, leading_setting, most_telling
@@ -69,13 +70,13 @@ def context(run: Run) -> dict[str, Any]:
     failed = [trial for trial in run.trials if trial.broken]
     finished = [trial for trial in run.trials if trial.failed is None]
     empty = [trial for trial in run.trials if trial.failed is not None]
-    result = findings([*finished, *empty])
+    result = findings([*finished, *empty], costs_of(run), str(run.info.get("command", "")))
     every = result.finished
     rows = [row for row in every if row.trial.unscored is None]
     unscored = [row for row in every if row.trial.unscored is not None]
     config = run.info.get("config") or {}
     progress = plots.progress_charts(result.verdicts)
-    fronts = pareto.charts(result.verdicts, empty, config)
+    fronts = pareto.charts(result.verdicts, empty, config, result.costs)
     thresholds = sorted({float(trial.info.get("threshold", 0.5)) for trial in finished})
     room = room_of_each(rows)
     pictures = {row.number: found for row in rows if (found := pictures_of(row, room)) is not None}
@@ -91,7 +92,7 @@ def context(run: Run) -> dict[str, Any]:
         "notes": notes(every),
         "thresholds": thresholds,
         "verdicts": result.verdicts,
-        "tables": defence_tables(shown, result.gaps),
+        "tables": defence_tables(shown, result),
         "exhibits": shown,
         "halls": halls(shown),
         "pictures": pictures,
@@ -113,7 +114,8 @@ def _opening(run: Run, result: Findings, config: Mapping[str, Any], shown: Seque
     """Return what the first screen shows: the verdict, the most telling pictures, the recommendation, the basis."""
     setting = leading_setting(result.verdicts)
     here = [each for each in shown if each.verdict.setting == setting]
-    telling = most_telling(here)
+    advice = result.recommendation
+    telling = most_telling(here, advice and advice.defence)
     settings = {entry.setting for entry in result.entries}
     with_pictures = [each for each in telling if each.pictures is not None]
     first = with_pictures[0].pictures if with_pictures else None
@@ -127,7 +129,7 @@ def _opening(run: Run, result: Findings, config: Mapping[str, Any], shown: Seque
         "opening_same": [each.row.number for each in same],
         "across": _ACROSS,
         "others": [each.name for each in here if each not in telling],
-        "recommendation": None,
+        "recommendation": advice,
         "basis": _basis(result.finished),
         "not_tested": listing(name for name, _ in untried(judged, config)),
         "threat": threat_model(result.finished, config),

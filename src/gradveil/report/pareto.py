@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
+from gradveil.audit.attack_selection import canonical
+from gradveil.audit.defence_costs import Costs
 from gradveil.audit.findings import SCHEMA, Findings, sentence_of
 from gradveil.audit.result_rows import Row, TrialSetting
 from gradveil.audit.run_directory import Trial
@@ -62,6 +65,10 @@ def _seconds(value: float) -> str:
     return f"{number(value, 2)} s"
 
 
+def _times(value: float) -> str:
+    return f"{number(value, 2)} ×"
+
+
 AXES = (
     Axis(
         "accuracy",
@@ -76,10 +83,19 @@ AXES = (
 )
 """The costs of a defence over a training."""
 UPDATE_AXES = (
+    Axis(
+        "accuracy",
+        "Accuracy",
+        "of a training next to the audit: better to the right",
+        percent,
+        "accuracy",
+        more_is_better=True,
+    ),
     Axis("bytes", "Bytes per update", "as encoded: better to the left", size, "bytes"),
+    Axis("time", "Client time", "relative to no defence: better to the left", _times, "time"),
     Axis("distortion", "Update distortion", "relative L2 distance: better to the left", number, "distortion"),
 )
-"""The costs of a defence for one update, where nothing was trained."""
+"""The costs of a defence where the attacked clients are of no training."""
 Span = tuple[float, float, float]
 """The mean over the seeds, the lowest and the highest."""
 
@@ -208,10 +224,16 @@ class ParetoChart:
         return [f"{percent(rates[stage].rate) if stage in rates else 'no rate'} {when(stage)}" for stage in every]
 
 
-def charts(judged: Sequence[Verdict], empty: Sequence[Trial], config: Mapping[str, Any]) -> list[ParetoChart]:
+def charts(
+    judged: Sequence[Verdict],
+    empty: Sequence[Trial],
+    config: Mapping[str, Any],
+    trained: Costs = MappingProxyType({}),
+) -> list[ParetoChart]:
     """Build the charts of an audit, one per setting over all rounds of a training.
 
-    `empty` are the trials without a result: attacks that failed, or do not apply.
+    `empty` are the trials without a result: attacks that failed, or do not apply. `trained` are the costs of trainings
+    next to the audit.
     """
     failed = [Row(number, trial) for number, trial in enumerate(empty) if trial.broken]
     broken = {(row.setting, row.defence) for row in failed}
@@ -220,7 +242,7 @@ def charts(judged: Sequence[Verdict], empty: Sequence[Trial], config: Mapping[st
         here = [verdict for verdict in judged if verdict.setting._replace(trained=None) == setting]
         rows = [row for verdict in here for row in verdict.rows]
         is_trained = any(row.info.get("training") for row in rows)
-        costs = _costs(rows) if is_trained else _update_costs(rows)
+        costs = _costs(rows) if is_trained else _update_costs(rows, trained)
         axes = tuple(
             axis
             for axis in (AXES if is_trained else UPDATE_AXES)
@@ -296,8 +318,11 @@ def _costs(rows: Sequence[Row]) -> dict[str, dict[str, Span]]:
     return result
 
 
-def _update_costs(rows: Sequence[Row]) -> dict[str, dict[str, Span]]:
-    """Collect the costs of each defence for one update of the honest model, over its seeds."""
+def _update_costs(rows: Sequence[Row], trained: Costs) -> dict[str, dict[str, Span]]:
+    """Collect the costs of each defence: for one update of the honest model, over its seeds, and in trainings.
+
+    The range of an accuracy is its standard error.
+    """
     result: dict[str, dict[str, Span]] = {}
     for defence in dict.fromkeys(row.defence for row in rows):
         mine = [row for row in rows if row.defence == defence]
@@ -307,6 +332,12 @@ def _update_costs(rows: Sequence[Row]) -> dict[str, dict[str, Span]]:
             values = [float(row.info[name]) for row in honest.values() if row.info.get(name) is not None]
             if values:
                 result[defence][key] = (fmean(values), min(values), max(values))
+        if measured := trained.get(canonical(defence)):
+            value, error = measured.accuracy.value, measured.accuracy.error
+            result[defence]["accuracy"] = (value, max(0.0, value - error), min(1.0, value + error))
+            if measured.seconds_ratio is not None:
+                ratio = measured.seconds_ratio
+                result[defence]["time"] = (ratio, ratio, ratio)
     return result
 
 
@@ -363,9 +394,16 @@ def as_object(runs: Sequence[Findings]) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "verdict": sentence_of(runs),
+        "recommendation": _recommendation(runs),
         "settings": [entry for each in runs for entry in each.settings],
         "trials": [entry for each in runs for entry in trials_with_fronts(each)],
     }
+
+
+def _recommendation(runs: Sequence[Findings]) -> dict[str, Any] | None:
+    """Return what a run recommends; None for several runs, each of which has its own."""
+    found = runs[0].recommendation if len(runs) == 1 else None
+    return found and found.as_object()
 
 
 def trials_with_fronts(run: Findings) -> list[dict[str, Any]]:

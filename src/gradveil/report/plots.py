@@ -13,8 +13,8 @@ from gradveil.audit.attack_check import examine
 from gradveil.audit.result_rows import BudgetPoint, Row, TrialSetting
 from gradveil.audit.verdict import LEVELS, Verdict
 from gradveil.core.formatting import interval, listing, number, percent, size
+from gradveil.federated.training_groups import TrainingGroup
 from gradveil.report.pareto import ParetoChart, Spot, View, cost, when
-from gradveil.report.training_groups import TrainingGroup
 
 
 def training_curves(groups: Sequence[TrainingGroup]) -> list[dict[str, Any]]:

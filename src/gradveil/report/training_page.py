@@ -8,12 +8,7 @@ from typing import Any
 
 from gradveil.core.formatting import percent, plural, size
 from gradveil.defences.privacy_warnings import MEANINGLESS
-from gradveil.federated.training_run import FAILED, StoredTraining, load_training
-from gradveil.report.page import frame, render, section
-from gradveil.report.pictures import data_uri
-from gradveil.report.plots import training_curves
-from gradveil.report.table import as_csv, table_body
-from gradveil.report.training_groups import (
+from gradveil.federated.training_groups import (
     SUCCESSFUL,
     TrainingGroup,
     group_trainings,
@@ -22,6 +17,11 @@ from gradveil.report.training_groups import (
     setting_title,
     status,
 )
+from gradveil.federated.training_run import FAILED, StoredTraining, load_training
+from gradveil.report.page import frame, render, section
+from gradveil.report.pictures import data_uri
+from gradveil.report.plots import training_curves
+from gradveil.report.table import as_csv, table_body
 from gradveil.report.training_table import COLUMNS, ROUNDS, round_rows, training_rows
 
 

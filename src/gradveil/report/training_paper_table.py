@@ -14,11 +14,7 @@ from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.formatting import DASH, plural, size
 from gradveil.defences import parse
 from gradveil.federated.training_config import FREE, TrainConfig
-from gradveil.federated.training_run import StoredTraining
-from gradveil.federated.training_setup import TrainingTrial
-from gradveil.report.paper_table import PaperTable, PlacedText, repeated
-from gradveil.report.setting_titles import distinct_titles, file_digests
-from gradveil.report.training_groups import (
+from gradveil.federated.training_groups import (
     SUCCESSFUL,
     TrainingGroup,
     TrainingSummary,
@@ -28,6 +24,10 @@ from gradveil.report.training_groups import (
     setting_title,
     status,
 )
+from gradveil.federated.training_run import StoredTraining
+from gradveil.federated.training_setup import TrainingTrial
+from gradveil.report.paper_table import PaperTable, PlacedText, repeated
+from gradveil.report.setting_titles import distinct_titles, file_digests
 
 _IGNORED = {"name", "device", *FREE}
 """Settings that do not separate tables; the rows show the number of rounds."""

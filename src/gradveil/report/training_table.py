@@ -7,8 +7,8 @@ from operator import itemgetter
 from typing import Any
 
 from gradveil.core.formatting import duration, number, percent, size
+from gradveil.federated.training_groups import NOT_FINISHED, Trials
 from gradveil.report.table import Column, text_column
-from gradveil.report.training_groups import NOT_FINISHED, Trials
 
 _ROUND_VALUES = (
     *("accuracy", "loss", "validation_accuracy", "validation_loss"),

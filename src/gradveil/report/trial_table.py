@@ -12,9 +12,9 @@ from gradveil.audit.baselines import baseline, risk_of
 from gradveil.audit.findings import hits
 from gradveil.audit.result_rows import BASELINES, Row, TrialSetting
 from gradveil.audit.run_directory import Trial
-from gradveil.audit.run_warnings import proven
 from gradveil.audit.verdict import LEVELS, price, verdicts
 from gradveil.core.formatting import duration, listing, number, percent, size
+from gradveil.federated.training_groups import proven
 from gradveil.report.pareto import front_of, fronts_by_defence
 from gradveil.report.table import Column, as_csv, text_column
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -136,6 +138,27 @@ class RunKind:
         refuse_format(folder / self.file, info, FORMAT)
         return checked(self.form, folder / self.file, info, self.restore)
 
+    def problems(
+        self,
+        folder: Path,
+        info: Mapping[str, Any],
+        others: Callable[[Mapping[str, Any]], Iterable[Problem]] = lambda there: (),
+    ) -> list[Problem]:
+        """Find out why a run can neither begin in a folder nor go on there; a damaged file is refused."""
+        try:
+            if self.found(folder):
+                there = self.read(folder)
+                refuse_others(folder, there, info, self.free)
+                return [*others(there)]
+            if folder.exists() and not folder.is_dir():
+                raise fail(str(folder), "is a file", "choose another --out")
+            _only_ours(folder, self.file, self.noun, {LOCK, REPORT, *self.folders})
+        except DamagedError:
+            raise
+        except GradveilError as error:
+            return list(error.problems)
+        return []
+
     @contextmanager
     def opened(
         self,
@@ -161,6 +184,25 @@ class RunKind:
                 (folder / TRIALS).mkdir(mode=0o700, exist_ok=True)
                 write_json(folder / self.file, info)
             yield
+
+
+def numbered(base: Path, problems: Callable[[Path], Sequence[Problem]]) -> tuple[Path, Sequence[Problem]]:
+    """Choose the folder of a run that names none: `base`, or `base-2`, `base-3`, ... where other runs are.
+
+    The first folder in which the run can go on, or else the first that is free. Returns the problems of `base` too.
+    """
+    pattern = re.compile(rf"{re.escape(base.name)}-([2-9]|[1-9]\d+)")
+    numbers = [int(match[1]) for child in children(base.parent) if (match := pattern.fullmatch(child.name))]
+    taken = problems(base)
+    if not taken:
+        return base, taken
+
+    def place(number: int) -> Path:
+        return base.with_name(f"{base.name}-{number}")
+
+    going_on = (place(number) for number in sorted(numbers) if not problems(place(number)))
+    free = next(number for number in count(2) if number not in numbers)
+    return next(going_on, place(free)), taken
 
 
 @contextmanager

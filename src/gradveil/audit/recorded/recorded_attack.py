@@ -19,7 +19,7 @@ from gradveil.audit.attack_selection import TrialAddress
 from gradveil.audit.budgets import UNPLANNED, Plans
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.observe import Truth, updates
-from gradveil.audit.recorded_updates import Observed, fitted
+from gradveil.audit.recorded.recorded_updates import Observed, fitted
 from gradveil.audit.run_directory import Trial
 from gradveil.audit.score import TrialNames, info_of, score
 from gradveil.audit.trial import Made, Recovered, attacked, judged, recovered, tensors_of, worth

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from gradveil.audit.run_warnings import proven
-from gradveil.core.formatting import DASH, listing, percent, plural
+from gradveil.core.formatting import DASH, listing, number, percent, plural
+from gradveil.defences.guarantees import NOTHING
 from gradveil.defences.privacy_warnings import MEANINGLESS
 from gradveil.federated.training_config import TrainConfig
 from gradveil.federated.training_run import FAILED
@@ -114,6 +114,24 @@ class TrainingGroup:
     def is_meaningless(self) -> bool:
         """Whether there is an epsilon that is too large to rely on."""
         return bool(self.worst) and largest_epsilon(self.worst) > MEANINGLESS
+
+
+def proven(info: Mapping[str, Any]) -> str:
+    """Describe in a few words what is proven of a trial or a training: of the planned training, or of the one that ran.
+
+    >>> proven({"epsilon": {"example": 1.8282}}), proven({"guarantee": "no formal guarantee: 'a' looks ..."})
+    ('epsilon 1.83 of each example', 'no formal guarantee')
+    >>> proven({"epsilon": {"client": 8800112.3}})
+    'epsilon 8.8e+06 of each client'
+    """
+    epsilons = info.get("epsilon") or (info.get("training") or {}).get("epsilon") or {}
+    # Digits of a number that promises nothing would look like precision.
+    said = {unit: number(value) if value < 1e4 else f"{value:.2g}" for unit, value in epsilons.items()}
+    found = [f"epsilon {value} of each {unit}" for unit, value in said.items()]
+    if found:
+        return ", ".join(found)
+    told = str(info.get("guarantee") or "none")
+    return NOTHING if told == "none" or told.startswith(NOTHING) else told
 
 
 def status(summary: TrainingSummary | None) -> str:

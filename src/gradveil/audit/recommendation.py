@@ -1,0 +1,242 @@
+"""The recommendation of a run: the defence to use and what it costs, or what to try next."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from gradveil.audit.attack_selection import canonical
+from gradveil.audit.defence_costs import Costs, DefenceCost
+from gradveil.audit.verdict import ENOUGH, LEVELS, Level, Verdict
+from gradveil.core.formatting import interval, listing, number, percent, plural
+from gradveil.data import DATASETS
+
+_COST = "--set cost.local.lr=0.1 --set cost.local.epochs=1"
+"""Options of `gradveil audit` that measure accuracy next to the attacks."""
+_WORST: list[Level] = ["broken", "leaks", "inconclusive", "not tested", "not broken"]
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What a run recommends, in sentences and as plain values."""
+
+    defence: str | None
+    """The defence to use; None where none can be recommended."""
+    sentences: tuple[str, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The numbers behind the sentences: recovery, accuracy, bytes and time."""
+
+    @property
+    def text(self) -> str:
+        """The sentences as one text."""
+        return " ".join(self.sentences)
+
+    def as_object(self) -> dict[str, Any]:
+        """Return defence, text and numbers as plain values."""
+        return {"defence": self.defence, "text": self.text, **self.facts}
+
+
+@dataclass(frozen=True)
+class MissingVerdict:
+    """A defence in a setting without a score."""
+
+    defence: str
+    level: Level
+    undefended: bool
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A defence over all settings of a run: its worst verdict, and its cost."""
+
+    name: str
+    level: Level
+    worst: Verdict | None
+    """The verdict with the highest rate; None where no trial has a score."""
+    cost: DefenceCost | None
+    undefended: bool = False
+
+    @property
+    def bytes_ratio(self) -> float | None:
+        """Bytes relative to no defence: of a round of training, or else of one update."""
+        if self.cost is not None and self.cost.bytes_ratio is not None:
+            return self.cost.bytes_ratio
+        return self.worst.price.share if self.worst else None
+
+    @property
+    def lost(self) -> float | None:
+        """The accuracy lost; None where it is unknown."""
+        return self.cost.lost.value if self.cost and self.cost.lost else None
+
+    @property
+    def point(self) -> tuple[float, float, float, float]:
+        """Recovery, accuracy lost, bytes and time, all to be small; what is unknown is 0 for all, see `_comparable`."""
+        rate = self.worst.rate if self.worst else math.inf
+        seconds = self.cost.seconds_ratio if self.cost else None
+        return rate, self.lost or 0.0, self.bytes_ratio or 0.0, seconds or 0.0
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """The order of preference: accuracy first where it is known, then recovery, bytes and update distortion."""
+        unknown = math.inf
+        lost, sent = self.lost, self.bytes_ratio
+        moved = self.worst.price.distance if self.worst else None
+        rate = self.worst.rate if self.worst else unknown
+        return tuple(unknown if each is None else each for each in (lost, rate, sent, moved))
+
+
+def recommend(
+    judged: Sequence[Verdict],
+    gaps: Sequence[MissingVerdict],
+    costs: Costs = MappingProxyType({}),
+    command: str = "",
+) -> Recommendation | None:
+    """Recommend a defence of a run, or what to try next; None for a run without a defence.
+
+    Only a defence that an adaptive attack did not break, in every setting of the run, is recommended. `gaps` are the
+    defences without a score; `command` made the run.
+    """
+    every = _candidates(judged, gaps, costs)
+    defended = [each for each in every if not each.undefended]
+    if not defended:
+        return None
+    bare = next((each for each in every if each.undefended), None)
+    sound = sorted((each for each in defended if each.level == "not broken"), key=lambda each: each.order)
+    if sound:
+        return _use(sound[0], sound[1:], defended, bare, command)
+    return _none(defended, bare)
+
+
+def _candidates(judged: Sequence[Verdict], gaps: Sequence[MissingVerdict], costs: Costs) -> list[_Candidate]:
+    names = dict.fromkeys([*(verdict.defence for verdict in judged), *(gap.defence for gap in gaps)])
+    found: list[_Candidate] = []
+    for name in names:
+        mine = [verdict for verdict in judged if verdict.defence == name]
+        missing = [gap for gap in gaps if gap.defence == name]
+        levels: list[Level] = [each.level for each in (*mine, *missing)]
+        bare = any(each.undefended for each in (*mine, *missing))
+        worst = max(mine, key=lambda verdict: (verdict.rate, verdict.interval[1]), default=None)
+        found.append(_Candidate(name, min(levels, key=_WORST.index), worst, costs.get(canonical(name)), bare))
+    return found
+
+
+def _use(
+    best: _Candidate,
+    others: Sequence[_Candidate],
+    defended: Sequence[_Candidate],
+    bare: _Candidate | None,
+    command: str,
+) -> Recommendation:
+    worst = best.worst
+    assert worst is not None  # "not broken" is the level of scored trials alone
+    count = f"{worst.identifiable} of {plural(worst.images, 'image')} (95% CI {interval(*worst.interval)})"
+    sentences = [f"Use {best.name}: attackers recover and identify {count}.", *_costs(best, command)]
+    if bare is not None and bare.level == "not broken":
+        sentences.append("These attacks find nothing without a defence either, so the run does not show that it helps.")
+    sentences.append(_compared(best, others, defended))
+    facts = {
+        "recovered": worst.identifiable,
+        "images": worst.images,
+        "ci": list(worst.interval),
+        "bytes_ratio": best.bytes_ratio,
+        **(best.cost.as_object() if best.cost else {}),
+    }
+    return Recommendation(best.name, tuple(sentences), facts | {"bytes_ratio": best.bytes_ratio})
+
+
+def _costs(best: _Candidate, command: str) -> Iterator[str]:
+    """Say what a defence costs in accuracy, bytes and time, as far as it was measured."""
+    cost, told = best.cost, list[str]()
+    if cost is not None and cost.lost is not None and cost.plain is not None:
+        points, error = 100 * cost.lost.value, 100 * cost.lost.error
+        change = f"{percent(cost.plain.value)} → {percent(cost.accuracy.value)}"
+        word = "points" if abs(round(points)) != 1 else "point"
+        told.append(f"{points:.0f} {word} of accuracy ({change}, ± {error:.0f})")
+    if best.bytes_ratio is not None:
+        told.append(f"{number(best.bytes_ratio, 2)} times the bytes")
+    if cost is not None and cost.seconds_ratio is not None:
+        told.append(f"{number(cost.seconds_ratio, 2)} times the client's time")
+    if told:
+        yield f"It costs {listing(told)}."
+    if cost is None or cost.lost is None:
+        yield _unmeasured(best, command)
+
+
+def _unmeasured(best: _Candidate, command: str) -> str:
+    """Say why the cost in accuracy is unknown, and how to measure it."""
+    data = best.worst.setting.data if best.worst else ""
+    if data in DATASETS and not DATASETS[data].task:
+        return f"Its cost in accuracy cannot be measured: the labels of {data} mean nothing."
+    if best.cost is not None and best.cost.plain is None:
+        return "Its cost in accuracy is unknown: there is no training without a defence that learned anything."
+    how = f"{command} {_COST}" if command.startswith("gradveil audit") else "gradveil.train, or gradveil train"
+    return f"Its cost in accuracy was not measured: {how}."
+
+
+def _compared(best: _Candidate, others: Sequence[_Candidate], defended: Sequence[_Candidate]) -> str:
+    """Compare a recommended defence with the others that were not broken."""
+    if not others:
+        return (
+            "It is the only defence that was tested."
+            if len(defended) == 1
+            else (f"Of {plural(len(defended), 'defence')} it is the only one that was not broken.")
+        )
+    better = [each.name for each in others if _dominates(each, best)]
+    if better:
+        return f"Better in everything that was measured: {listing(better)}."
+    names = listing(each.name for each in others)
+    verb = "was" if len(others) == 1 else "were"
+    return f"{names} {verb} not broken either; nothing that was tried is better in everything that was measured."
+
+
+def _dominates(one: _Candidate, other: _Candidate) -> bool:
+    """Return whether a defence is nowhere worse than another, and better somewhere, as far as both were measured."""
+    if (one.lost is None) != (other.lost is None):
+        return False
+    return all(a <= b for a, b in zip(one.point, other.point, strict=True)) and one.point != other.point
+
+
+def _none(defended: Sequence[_Candidate], bare: _Candidate | None) -> Recommendation:
+    steps: list[str] = []
+    open_levels = [each for each in defended if each.level in ("inconclusive", "not tested")]
+    if untested := [each.name for each in open_levels if each.level == "not tested"]:
+        steps.append(f"attack {listing(untested)} with what knows it: --attack adaptive")
+    if vague := [each for each in open_levels if each.level == "inconclusive"]:
+        steps.append(f"attack {listing(each.name for each in vague)} again with {_more(vague)}")
+    leaking = [each for each in defended if each.level in ("broken", "leaks")]
+    if leaking:
+        steps.append(_stronger([each.name for each in leaking]))
+    elif bare is None and not steps:
+        steps.append("add --defence none, which shows that the attacks work")
+    first = "No tested defence protects this model." if leaking else "No defence can be recommended yet."
+    if leaking and open_levels:
+        verdicts = listing(f"{each.name} ({LEVELS[each.level][0].lower()})" for each in open_levels)
+        first = f"No tested defence is shown to protect this model; open: {verdicts}."
+    return Recommendation(None, (first, f"Next: {'; '.join(steps)}."), {"next": steps})
+
+
+def _more(vague: Sequence[_Candidate]) -> str:
+    """Name what an undecided attack needs more of: clients, or iterations."""
+    judged = [each.worst for each in vague if each.worst is not None]
+    few = any(verdict.best.distinct < ENOUGH for verdict in judged)
+    short = any(verdict.health.state == "under-optimised" for verdict in judged)
+    words = [f"--target-clients {ENOUGH}"] * few + ["more --iterations"] * (short or not few)
+    return " and ".join(words)
+
+
+_NOISE = re.compile(r"\b((?:user-dp|fed-cdp|dp)\([^)]*?\bsigma\s*=\s*)([\d.eE+-]+)")
+
+
+def _stronger(names: Sequence[str]) -> str:
+    """Suggest a defence that protects more than these: differential privacy, or more of its noise."""
+    private = [match for name in names if (match := _NOISE.search(name))]
+    if private:
+        match = max(private, key=lambda match: float(match[2]))
+        text = f"{match[1]}{number(max(1.0, 2 * float(match[2])))}{match.string[match.end() :]}"
+        text = match.string[: match.start()] + text
+        return f'more noise: --defence "{text}", or larger batches: --set client.batch=8'
+    return 'noise with a guarantee: --defence "dp(clip=1, sigma=2)", or larger batches: --set client.batch=8'
