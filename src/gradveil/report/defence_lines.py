@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,12 @@ from gradveil.audit.defence_costs import DefenceCost
 from gradveil.audit.findings import Findings, Gap
 from gradveil.audit.result_rows import Row, TrialSetting
 from gradveil.audit.verdict import Verdict
-from gradveil.core.formatting import DASH, percent, plural, size
+from gradveil.core.formatting import DASH, number, percent, plural, size
 from gradveil.defences.guarantees import NOTHING
 from gradveil.federated.training_groups import proven
 from gradveil.report.exhibits import Exhibit
 
+_EPSILON = re.compile(r"epsilon ([\d.e+-]+) at delta \S+ of each (\w+)")
 _MARKS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -119,7 +121,8 @@ def guarantee_of(info: Mapping[str, Any], cost: DefenceCost | None = None) -> st
     >>> guarantee_of({"guarantee": "no formal guarantee: 'a' looks at data"}), guarantee_of({"epsilon": {"client": 2}})
     ('none', 'epsilon 2 of each client')
     """
-    text = cost.proof.partition(" (")[0] if cost and cost.proof else proven(info)
+    measured = _EPSILON.match(cost.proof) if cost else None
+    text = f"epsilon {number(float(measured[1]))} of each {measured[2]}" if measured else proven(info)
     return "none" if text.startswith(NOTHING) else text
 
 
