@@ -1,18 +1,22 @@
-"""Costs of each defence in a training: accuracy with its standard error, bytes and time, relative to no defence."""
+"""Costs of each defence in a training: accuracy with its standard error, bytes and time, relative to no defence.
+
+The training is the audit's own, or another run on the same data with the same model that is joined with the audit.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
 from gradveil.audit.attack_selection import UNDEFENDED, canonical
 from gradveil.audit.run_directory import TRAINING, Run
-from gradveil.core.formatting import percent
+from gradveil.core.errors import Problem, refuse
+from gradveil.core.formatting import listing, percent
 from gradveil.federated.training_groups import TrainingGroup, Trials, group_trainings
-from gradveil.federated.training_run import is_training, load_training
+from gradveil.federated.training_run import StoredTraining, is_training, load_training
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,13 @@ class DefenceCost:
     """Seconds of one client's update, relative to no defence."""
     proof: str
     """What is proven of these trainings; empty without an epsilon."""
+    proven: str
+    """The same in a few words."""
     rounds: int
     seeds: int
+    spans: Mapping[str, tuple[float, float, float]]
+    """Mean over the seeds, lowest and highest: of `accuracy`, `bytes` per round of all clients, and a client's
+    `seconds`."""
 
     def as_object(self) -> dict[str, Any]:
         """Return the numbers as plain values."""
@@ -82,6 +91,64 @@ def costs_of(run: Run) -> dict[str, DefenceCost]:
     return costs(load_training(folder).trials) if folder and is_training(folder) else {}
 
 
+def joined(runs: Sequence[Run], trainings: Sequence[StoredTraining]) -> list[dict[str, DefenceCost]]:
+    """Join audits with trainings on the same data with the same model; return the costs for each audit.
+
+    An audit that is joined leaves its own trainings aside: accuracies of different trainings do not compare. Refuses a
+    training that fits none of the audits, with the reasons, and several that differ.
+    """
+    problems: list[Problem] = []
+    fitting: list[list[StoredTraining]] = [[] for _ in runs]
+    for training in trainings:
+        reasons = [list(mismatches(run, training)) for run in runs]
+        if all(reasons):
+            problems += [
+                Problem(str(training.path), f"does not fit the audit {run.path}: {'; '.join(why)}", _FIT)
+                for run, why in zip(runs, reasons, strict=True)
+            ]
+        for mine, why in zip(fitting, reasons, strict=True):
+            mine += [training] * (not why)
+    for mine in fitting:
+        for other in mine[1:]:
+            problems += _apart(mine[0], other)
+    refuse(problems)
+    return [
+        costs([trial for training in mine for trial in training.trials]) if mine else costs_of(run)
+        for run, mine in zip(runs, fitting, strict=True)
+    ]
+
+
+_FIT = "give an audit and a training on the same data with the same model"
+_SAME_DATA = ("name", "size", "channels", "normalise", "mean", "std", "image_column", "label_column")
+_SAME_MODEL = ("name", "options", "prepare", "batchnorm")
+
+
+def mismatches(run: Run, training: StoredTraining) -> Iterator[str]:
+    """Compare the data, the model and the defences that an audit and a training recorded."""
+    own, theirs = run.info["config"], training.info["config"]
+    for table, keys in (("data", _SAME_DATA), ("model", _SAME_MODEL)):
+        here, there = own.get(table) or {}, theirs.get(table) or {}
+        for key in keys:
+            if here.get(key) != there.get(key):
+                yield f"{table}.{key} is {there.get(key)!r}, and {here.get(key)!r} in the audit"
+    images = [(info.get("images") or {}).get("public") for info in (run.info, training.info)]
+    limits = [(config.get("data") or {}).get("public") for config in (own, theirs)]
+    if None not in images and limits[0] == limits[1] and images[0] != images[1]:
+        yield "the training images of that name have changed in between"
+    defences = [{canonical(text) for text in config.get("defences") or ()} for config in (own, theirs)]
+    if not defences[0] & defences[1]:
+        yield f"no defence is in both: it trains with {listing(sorted(defences[1]))}"
+
+
+def _apart(one: StoredTraining, other: StoredTraining) -> Iterator[Problem]:
+    """Find trainings of one audit whose accuracies do not compare, and trials that both have."""
+    if one.config.digest() != other.config.digest():
+        yield Problem(str(other.path), f"is trained in another way than {one.path}", "join the audit with one of them")
+    elif twice := {trial for trial, _ in one.trials} & {trial for trial, _ in other.trials}:
+        names = listing(sorted({f"'{trial.title}' with seed {trial.seed}" for trial in twice}))
+        yield Problem(str(other.path), f"has {names}, and so has {one.path}", "join the audit with one of them")
+
+
 def _cost(group: TrainingGroup, bare: TrainingGroup | None) -> DefenceCost | None:
     if group.diverged or not (accuracy := _accuracy(group)):
         return None
@@ -95,9 +162,18 @@ def _cost(group: TrainingGroup, bare: TrainingGroup | None) -> DefenceCost | Non
         bytes_ratio=_ratio(group, bare, "bytes_up"),
         seconds_ratio=_ratio(group, bare, "client_seconds"),
         proof=str(worst["guarantee"]) if worst and worst["epsilon"] else "",
+        proven=group.proof,
         rounds=max(int(summary["rounds"]) for summary in group.completed),
         seeds=len(group.completed),
+        spans={name: _span(values) for name, key in _SPANS.items() if (values := group.values(key))},
     )
+
+
+def _span(values: Sequence[float]) -> tuple[float, float, float]:
+    return fmean(values), min(values), max(values)
+
+
+_SPANS = {"accuracy": "accuracy", "bytes": "bytes_up", "seconds": "client_seconds"}
 
 
 def _accuracy(group: TrainingGroup) -> Measured | None:

@@ -15,7 +15,7 @@ from gradveil.audit.verdict import ENOUGH, LEVELS, Level, Verdict
 from gradveil.core.formatting import interval, listing, number, percent, plural
 from gradveil.data import DATASETS
 
-_COST = "--set cost.local.lr=0.1 --set cost.local.epochs=1"
+_COST = "--set cost.rounds=20 --set cost.local.lr=0.1 --set cost.local.epochs=1 --set cost.local.batch=8"
 """Options of `gradveil audit` that measure accuracy next to the attacks."""
 _WORST: list[Level] = ["broken", "leaks", "inconclusive", "not tested", "not broken"]
 
@@ -107,7 +107,7 @@ def recommend(
     bare = next((each for each in every if each.undefended), None)
     sound = sorted((each for each in defended if each.level == "not broken"), key=lambda each: each.order)
     if sound:
-        return _use(sound[0], sound[1:], defended, bare, command)
+        return _use(sound[0], sound[1:], defended, command)
     return _none(defended, bare)
 
 
@@ -128,15 +128,12 @@ def _use(
     best: _Candidate,
     others: Sequence[_Candidate],
     defended: Sequence[_Candidate],
-    bare: _Candidate | None,
     command: str,
 ) -> Recommendation:
     worst = best.worst
     assert worst is not None  # "not broken" is the level of scored trials alone
     count = f"{worst.identifiable} of {plural(worst.images, 'image')} (95% CI {interval(*worst.interval)})"
     sentences = [f"Use {best.name}: attackers recover and identify {count}.", *_costs(best, command)]
-    if bare is not None and bare.level == "not broken":
-        sentences.append("These attacks find nothing without a defence either, so the run does not show that it helps.")
     sentences.append(_compared(best, others, defended))
     facts = {
         "recovered": worst.identifiable,
@@ -173,8 +170,12 @@ def _unmeasured(best: _Candidate, command: str) -> str:
         return f"Its cost in accuracy cannot be measured: the labels of {data} mean nothing."
     if best.cost is not None and best.cost.plain is None:
         return "Its cost in accuracy is unknown: there is no training without a defence that learned anything."
-    how = f"{command} {_COST}" if command.startswith("gradveil audit") else "gradveil.train, or gradveil train"
-    return f"Its cost in accuracy was not measured: {how}."
+    how = "gradveil train on the same data and model, then gradveil summary with both runs"
+    if command.startswith("gradveil audit") and "--observed" not in command:
+        how = f"{command} {_COST}"
+    elif command.startswith("gradveil.audit"):
+        how = "gradveil.train(...) with the same model and defences"
+    return f"Its cost in accuracy was not measured. To measure it: {how}."
 
 
 def _compared(best: _Candidate, others: Sequence[_Candidate], defended: Sequence[_Candidate]) -> str:

@@ -20,7 +20,7 @@ from gradveil.cli.shared_options import (
 
 NOTHING = 1
 """Exit code of a summary without a finished trial."""
-_RUN = typer.Argument(metavar="RUN", help="A run directory, such as runs/faces.")
+_RUNS = typer.Argument(metavar="RUN...", help="A run directory, such as runs/faces; and trainings to join it with.")
 _JSON = "Print verdict, settings and trials as a JSON object; of trainings a list with one object per trial."
 _CURVES = "Write every round of trainings as CSV; - for stdout."
 
@@ -31,15 +31,20 @@ def _sheet_option(form: str) -> Any:
 
 
 def report(
-    run: Annotated[Path, _RUN],
+    runs: Annotated[list[Path], _RUNS],
     out: Annotated[Path | None, typer.Option(help="File of the page. Default: RUN/report.html.")] = None,
 ) -> int:
-    """Write the report of an audit or a training as one HTML file that needs no network."""
+    """Write the report of an audit or a training as one HTML file that needs no network.
+
+    An audit and trainings on the same data with the same model are joined: accuracy against leak.
+    """
     from rich.console import Console
 
+    from gradveil.cli.run_results import split
     from gradveil.report import write_report
 
-    Console(soft_wrap=True, markup=False).print(f"Report: {write_report(run, out) if out else write_report(run)}")
+    run, trainings = split(runs)
+    Console(soft_wrap=True, markup=False).print(f"Report: {write_report(run, out, trainings)}")
     return 0
 
 
@@ -58,6 +63,8 @@ def summary(
     accept: AcceptOption = None,
 ) -> int:
     """Export results as a table, JSON, CSV, Markdown, LaTeX, SARIF or JUnit XML. Unfinished runs are included.
+
+    Audits and trainings on the same data with the same model are joined: the audits' tables get their accuracies.
 
     Exit codes: 0 there are results; 1 no trial is finished (standard error names the command to continue); 2 wrong
     use, or a damaged run. With --fail-above: those of `gradveil audit`, the worst of all runs.
@@ -79,7 +86,7 @@ def summary(
     for file, text in (
         (table, results.as_csv),
         (curves, results.curves),
-        (markdown, lambda: as_markdown(results.sheets())),
+        (markdown, lambda: as_markdown(results.sheets()) + results.recommendation()),
         (latex, lambda: as_latex(results.sheets())),
     ):
         if file is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
+from gradveil.audit.defence_costs import joined
 from gradveil.audit.findings import findings, findings_of
 from gradveil.audit.gate import Accepted, gate
 from gradveil.audit.run_directory import RUN, TRAINING, Trial, load_run
@@ -38,10 +39,11 @@ def is_audit(folder: Path) -> bool:
 class Audits:
     """Audits on disk."""
 
-    def __init__(self, folders: Sequence[Path]) -> None:
-        """Read them; reject damaged ones."""
+    def __init__(self, folders: Sequence[Path], trainings: Sequence[Path] = ()) -> None:
+        """Read them, with trainings to join them with; reject damaged ones, and trainings that do not fit."""
         self.runs = [load_run(folder) for folder in folders]
-        self.findings = [findings_of(run) for run in self.runs]
+        costs = joined(self.runs, [load_training(folder) for folder in trainings])
+        self.findings = [findings_of(run, own) for run, own in zip(self.runs, costs, strict=True)]
 
     @property
     def finished(self) -> bool:
@@ -83,7 +85,16 @@ class Audits:
 
     def sheets(self) -> list[PaperTable]:
         """Return tables of defences by attacks."""
-        return [matrix.sheet() for matrix in matrices(self.runs)]
+        costs = {name: cost for of_run in self.findings for name, cost in of_run.costs.items()}
+        return [matrix.sheet() for matrix in matrices(self.runs, costs)]
+
+    def recommendation(self) -> str:
+        """Return what each run recommends as Markdown; empty where nothing can be recommended."""
+        told: list[str] = []
+        for run, of_run in zip(self.runs, self.findings, strict=True):
+            title = f"Recommendation of {run.path}" if len(self.runs) > 1 else "Recommendation"
+            told += [f"\n**{title}.** {of_run.recommendation.text}\n"] if of_run.recommendation else []
+        return "".join(told)
 
     def show(self, shown: Detail) -> None:
         """Print the results."""
@@ -144,6 +155,10 @@ class Trainings:
         """Return tables of defences by costs."""
         return [each.sheet() for each in self.tables]
 
+    def recommendation(self) -> str:
+        """Return nothing: a training alone says nothing of protection."""
+        return ""
+
     def show(self, shown: Detail) -> None:
         """Print the results, which have no longer form."""
         console = wide()
@@ -197,18 +212,23 @@ def summaries_as_csv(trials: Sequence[dict[str, Any]]) -> str:
     return as_csv(rows, names)
 
 
+def split(runs: Sequence[Path]) -> tuple[Path, list[Path]]:
+    """Split runs into the one whose report is written and the trainings to join it with."""
+    main = next((run for run in runs if is_audit(run) or not is_training(run)), runs[0])
+    others = [run for run in runs if run is not main]
+    several = [run for run in others if not is_training(run) or is_audit(run)] or (others if not is_audit(main) else [])
+    refuse([Problem(str(run), f"is a second report next to {main}", "write the report of each") for run in several])
+    return main, others
+
+
 def open_runs(runs: Sequence[Path], curves: bool) -> Audits | Trainings:
-    """Read runs of one kind; reject curves of audits."""
+    """Read runs; join audits with trainings if there are both. Reject curves of audits."""
     audits = [run for run in runs if is_audit(run)]
-    if any(is_training(run) for run in runs if run not in audits):
-        problem, fix = (
-            "is an audit, and others are trainings",
-            "use one command for the audits and one for the trainings",
-        )
-        refuse([Problem(str(run), problem, fix) for run in audits])
+    trainings = [run for run in runs if run not in audits and is_training(run)]
+    if trainings and not audits:
         return Trainings(runs)
     refuse([_curveless(run) for run in audits if curves])
-    return Audits(runs)
+    return Audits([run for run in runs if run not in trainings], trainings)
 
 
 def _curveless(run: Path) -> Problem:

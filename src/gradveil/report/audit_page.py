@@ -7,7 +7,7 @@ from typing import Any
 
 from gradveil.audit.attack_check import STATES, descent, examine
 from gradveil.audit.attack_selection import ATTACKERS
-from gradveil.audit.defence_costs import costs_of
+from gradveil.audit.defence_costs import Costs, costs_of
 from gradveil.audit.findings import Findings, findings, headline, hits
 from gradveil.audit.result_rows import BASELINES, Row
 from gradveil.audit.run_directory import Run
@@ -43,9 +43,9 @@ _ACROSS = 6
 """Private images on the first screen."""
 
 
-def audit_page(run: Run) -> str:
-    """Render an audit as HTML. Every text of the run is escaped."""
-    shown = context(run)
+def audit_page(run: Run, costs: Costs | None = None) -> str:
+    """Render an audit as HTML. Every text of the run is escaped. `costs` replaces what its own trainings say."""
+    shown = context(run, costs)
     return render("audit.html.j2", sections(shown), shown)
 
 
@@ -65,18 +65,19 @@ def sections(shown: Mapping[str, Any]) -> list[PageSection]:
     return [each for is_shown, each in every if is_shown]
 
 
-def context(run: Run) -> dict[str, Any]:
+def context(run: Run, costs: Costs | None = None) -> dict[str, Any]:
     """Return the values that the template shows."""
     failed = [trial for trial in run.trials if trial.broken]
     finished = [trial for trial in run.trials if trial.failed is None]
     empty = [trial for trial in run.trials if trial.failed is not None]
-    result = findings([*finished, *empty], costs_of(run), str(run.info.get("command", "")))
+    costs = costs_of(run) if costs is None else costs
+    result = findings([*finished, *empty], costs, str(run.info.get("command", "")))
     every = result.finished
     rows = [row for row in every if row.trial.unscored is None]
     unscored = [row for row in every if row.trial.unscored is not None]
     config = run.info.get("config") or {}
     progress = plots.progress_charts(result.verdicts)
-    fronts = pareto.charts(result.verdicts, empty, config, result.costs)
+    fronts = pareto.charts(result.verdicts, empty, config, costs)
     thresholds = sorted({float(trial.info.get("threshold", 0.5)) for trial in finished})
     room = room_of_each(rows)
     pictures = {row.number: found for row in rows if (found := pictures_of(row, room)) is not None}

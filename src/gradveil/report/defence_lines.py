@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +10,11 @@ from gradveil.audit.defence_costs import DefenceCost
 from gradveil.audit.findings import Findings, Gap
 from gradveil.audit.result_rows import Row, TrialSetting
 from gradveil.audit.verdict import Verdict
-from gradveil.core.formatting import DASH, number, percent, plural, size
+from gradveil.core.formatting import DASH, percent, plural, size
 from gradveil.defences.guarantees import NOTHING
 from gradveil.federated.training_groups import proven
 from gradveil.report.exhibits import Exhibit
 
-_EPSILON = re.compile(r"epsilon ([\d.e+-]+) at delta \S+ of each (\w+)")
 _MARKS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -121,8 +119,7 @@ def guarantee_of(info: Mapping[str, Any], cost: DefenceCost | None = None) -> st
     >>> guarantee_of({"guarantee": "no formal guarantee: 'a' looks at data"}), guarantee_of({"epsilon": {"client": 2}})
     ('none', 'epsilon 2 of each client')
     """
-    measured = _EPSILON.match(cost.proof) if cost else None
-    text = f"epsilon {number(float(measured[1]))} of each {measured[2]}" if measured else proven(info)
+    text = cost.proven if cost and cost.proof else proven(info)
     return "none" if text.startswith(NOTHING) else text
 
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gradveil.audit.attack_check import examine
+from gradveil.audit.defence_costs import Costs
 from gradveil.audit.findings import Findings
 from gradveil.audit.result_rows import Row, TrialSetting
 from gradveil.audit.run_directory import UNFIT, Run
@@ -164,7 +166,7 @@ class Matrix:
     attacks: tuple[str, ...]
     entries: dict[tuple[str, str], AttackerResult]
     findings: Findings
-    """The verdicts, the baseline and the control."""
+    """The verdicts, the baseline, the control, and what trainings say of costs."""
 
     @cached_property
     def usual(self) -> int:
@@ -190,6 +192,7 @@ class Matrix:
         sentences = [
             f"{self.title}: share of {rate} with its 95% interval, and mean SSIM; {count}.",
             "Bold: the strongest attacker.",
+            *(["Accuracy: of the model in training, with its standard error."] if self.findings.costs else []),
             *filter(None, (self.findings.guess, self.findings.control)),
         ]
         return " ".join(sentences)
@@ -204,10 +207,12 @@ class Matrix:
         columns = [
             PlacedText("defence"),
             PlacedText("verdict"),
+            *([PlacedText("accuracy")] if self.findings.costs else []),
             *(PlacedText(attack, code=True) for attack in self.attacks),
         ]
         rows = [
-            [PlacedText(name, code=True), PlacedText(self.verdict(name)), *self.line(name)] for name in self.defences
+            [PlacedText(name, code=True), PlacedText(self.verdict(name)), *self.accuracy(name), *self.line(name)]
+            for name in self.defences
         ]
         return PaperTable(self.caption(), columns, rows, list(self.notes()))
 
@@ -216,6 +221,11 @@ class Matrix:
         (entry,) = (each for each in self.findings.entries if each.defence == defence)
         leaked = entry.leaked if isinstance(entry, Verdict) else ""
         return LEVELS[entry.level][0].lower() + (f" ({leaked})" if leaked else "")
+
+    def accuracy(self, defence: str) -> list[PlacedText]:
+        """Return the accuracy in training with a defence; nothing where no training measured any."""
+        cost = self.findings.cost(defence)
+        return [PlacedText(cost.accuracy.words() if cost else "")] if self.findings.costs else []
 
     def line(self, defence: str) -> list[PlacedText]:
         """Return the entries of a defence, the strongest attack in bold."""
@@ -236,8 +246,11 @@ class Matrix:
         return PlacedText(percent(entry.rate), rest + (", a seed failed" if entry.failed else ""), bold)
 
 
-def matrices(runs: Sequence[Run]) -> list[Matrix]:
-    """Make a table per setting of these runs; reject runs with two results for one trial."""
+def matrices(runs: Sequence[Run], costs: Costs = MappingProxyType({})) -> list[Matrix]:
+    """Make a table per setting of these runs; reject runs with two results for one trial.
+
+    `costs` are of trainings with the same data and model.
+    """
     rows = [Row(number, trial) for number, trial in enumerate(trial for run in runs for trial in run.trials)]
     owners = [run for run in runs for _ in run.trials]
     shared = {id(run): _shared(run) for run in runs}
@@ -256,7 +269,7 @@ def matrices(runs: Sequence[Run]) -> list[Matrix]:
         [setting.title() for setting, _ in groups], [shared[id(group[0][1])] for group in groups.values()]
     )
     every = zip(titles, groups.items(), strict=True)
-    return [_matrix(setting, title, [row for row, _ in group]) for title, ((setting, _), group) in every]
+    return [_matrix(setting, title, [row for row, _ in group], costs) for title, ((setting, _), group) in every]
 
 
 _SHARED = ("data", "model", "precision", "server_lr", "budget", "observed")
@@ -286,7 +299,7 @@ def repeated(path: Path | None, trial: str, first: Path | None) -> Problem:
     return Problem(str(path), f"has {trial}, and so has {first}", "leave one of them out, or make a table of each")
 
 
-def _matrix(setting: TrialSetting, title: str, rows: Sequence[Row]) -> Matrix:
+def _matrix(setting: TrialSetting, title: str, rows: Sequence[Row], costs: Costs) -> Matrix:
     finished = [row for row in rows if row.trial.failed is None]
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in (row for row in rows if not row.is_control):
@@ -294,7 +307,7 @@ def _matrix(setting: TrialSetting, title: str, rows: Sequence[Row]) -> Matrix:
     entries = {key: _entry(group, finished) for key, group in groups.items()}
     defences, attacks = (tuple(dict.fromkeys(key[axis] for key in groups)) for axis in (0, 1))
     seeds = len({row.seed for row in rows})
-    return Matrix(setting, title, _threshold(rows[0]), seeds, defences, attacks, entries, Findings(tuple(rows)))
+    return Matrix(setting, title, _threshold(rows[0]), seeds, defences, attacks, entries, Findings(tuple(rows), costs))
 
 
 def _threshold(row: Row) -> float:

@@ -18,6 +18,7 @@ from gradveil.audit.result_rows import Row, TrialSetting
 from gradveil.audit.run_directory import Trial
 from gradveil.audit.verdict import Verdict, verdicts
 from gradveil.core.formatting import DASH, listing, number, percent, plural, size
+from gradveil.federated.training_groups import proven
 from gradveil.metrics import wilson
 
 Point = Sequence[float]
@@ -65,10 +66,6 @@ def _seconds(value: float) -> str:
     return f"{number(value, 2)} s"
 
 
-def _times(value: float) -> str:
-    return f"{number(value, 2)} ×"
-
-
 AXES = (
     Axis(
         "accuracy",
@@ -83,16 +80,7 @@ AXES = (
 )
 """The costs of a defence over a training."""
 UPDATE_AXES = (
-    Axis(
-        "accuracy",
-        "Accuracy",
-        "of a training next to the audit: better to the right",
-        percent,
-        "accuracy",
-        more_is_better=True,
-    ),
     Axis("bytes", "Bytes per update", "as encoded: better to the left", size, "bytes"),
-    Axis("time", "Client time", "relative to no defence: better to the left", _times, "time"),
     Axis("distortion", "Update distortion", "relative L2 distance: better to the left", number, "distortion"),
 )
 """The costs of a defence where the attacked clients are of no training."""
@@ -110,6 +98,8 @@ class Spot:
     """Whether an attack on it failed, which may have recovered more."""
     is_complete: bool = True
     """Whether every stage has a rate, so that the worst stage is known."""
+    proof: str = ""
+    """What is proven of the training, in a few words; empty without a training."""
 
     @property
     def name(self) -> str:
@@ -228,12 +218,12 @@ def charts(
     judged: Sequence[Verdict],
     empty: Sequence[Trial],
     config: Mapping[str, Any],
-    trained: Costs = MappingProxyType({}),
+    measured: Costs = MappingProxyType({}),
 ) -> list[ParetoChart]:
     """Build the charts of an audit, one per setting over all rounds of a training.
 
-    `empty` are the trials without a result: attacks that failed, or do not apply. `trained` are the costs of trainings
-    next to the audit.
+    `empty` are the trials without a result: attacks that failed, or do not apply. `measured` are the costs of trainings
+    whose clients the audit does not attack.
     """
     failed = [Row(number, trial) for number, trial in enumerate(empty) if trial.broken]
     broken = {(row.setting, row.defence) for row in failed}
@@ -241,8 +231,8 @@ def charts(
     for setting in dict.fromkeys(verdict.setting._replace(trained=None) for verdict in judged):
         here = [verdict for verdict in judged if verdict.setting._replace(trained=None) == setting]
         rows = [row for verdict in here for row in verdict.rows]
-        is_trained = any(row.info.get("training") for row in rows)
-        costs = _costs(rows) if is_trained else _update_costs(rows, trained)
+        is_trained = measured or any(verdict.setting.trained is not None for verdict in here)
+        costs = _costs(rows, measured) if is_trained else _update_costs(rows)
         axes = tuple(
             axis
             for axis in (AXES if is_trained else UPDATE_AXES)
@@ -251,7 +241,12 @@ def charts(
         if not axes:
             continue
         spots = [
-            Spot(verdict, costs[verdict.best.defence], (verdict.setting, verdict.best.defence) in broken)
+            Spot(
+                verdict,
+                costs[verdict.best.defence],
+                (verdict.setting, verdict.best.defence) in broken,
+                proof=_proof(verdict, measured),
+            )
             for verdict in here
         ]
         first = {s.name: min(row.number for row in s.verdict.rows) for s in sorted(spots, key=lambda s: -s.stage)}
@@ -298,10 +293,24 @@ def _compare(spots: Sequence[Spot], axes: Sequence[Axis]) -> tuple[frozenset[str
     return frozenset(names[i] for i in front(points)), dominated
 
 
-def _costs(rows: Sequence[Row]) -> dict[str, dict[str, Span]]:
+def _proof(verdict: Verdict, measured: Costs) -> str:
+    training = verdict.best.info.get("training") or {}
+    if verdict.setting.trained is None and not measured:
+        return "" if verdict.undefended else proven(verdict.best.info)
+    if verdict.setting.trained is not None:
+        return proven(training) if training.get("guarantee") else ""
+    cost = measured.get(canonical(verdict.defence))
+    return cost.proven if cost else ""
+
+
+def _costs(rows: Sequence[Row], measured: Costs) -> dict[str, Mapping[str, Span]]:
     """Collect the training costs of each defence over its seeds."""
-    result: dict[str, dict[str, Span]] = {}
+    result: dict[str, Mapping[str, Span]] = {}
     for defence in dict.fromkeys(row.defence for row in rows):
+        if rows[0].setting.trained is None:
+            own = measured.get(canonical(defence))
+            result[defence] = own.spans if own else {}
+            continue
         # The latest stage of each seed: an earlier version stored the accuracy of that round only.
         latest: dict[int, Mapping[str, Any]] = {}
         for row in sorted(rows, key=lambda row: row.setting.trained or 0):
@@ -318,11 +327,8 @@ def _costs(rows: Sequence[Row]) -> dict[str, dict[str, Span]]:
     return result
 
 
-def _update_costs(rows: Sequence[Row], trained: Costs) -> dict[str, dict[str, Span]]:
-    """Collect the costs of each defence: for one update of the honest model, over its seeds, and in trainings.
-
-    The range of an accuracy is its standard error.
-    """
+def _update_costs(rows: Sequence[Row]) -> dict[str, dict[str, Span]]:
+    """Collect the costs of each defence for one update of the honest model, over its seeds."""
     result: dict[str, dict[str, Span]] = {}
     for defence in dict.fromkeys(row.defence for row in rows):
         mine = [row for row in rows if row.defence == defence]
@@ -332,12 +338,6 @@ def _update_costs(rows: Sequence[Row], trained: Costs) -> dict[str, dict[str, Sp
             values = [float(row.info[name]) for row in honest.values() if row.info.get(name) is not None]
             if values:
                 result[defence][key] = (fmean(values), min(values), max(values))
-        if measured := trained.get(canonical(defence)):
-            value, error = measured.accuracy.value, measured.accuracy.error
-            result[defence]["accuracy"] = (value, max(0.0, value - error), min(1.0, value + error))
-            if measured.seconds_ratio is not None:
-                ratio = measured.seconds_ratio
-                result[defence]["time"] = (ratio, ratio, ratio)
     return result
 
 
