@@ -91,25 +91,32 @@ def audit(
     calling again with the same settings resumes it. `prepare=True` attacks a copy in which what cannot be attacked is
     replaced: BatchNorm in training mode, hidden dropout, in-place operations. Outputs and gradients are compared before
     and after on the batch, and a replacement that changes them is rejected by the module's name; every result and the
-    report list what was replaced. `progress` is printed on standard error: None does so on a terminal only, True also
-    elsewhere, in plain lines, False never. Further settings are those of a run file: `iterations`, `restarts`,
-    `threshold`, `precision`, `device`, `images`, `control`.
+    report list what was replaced. `progress` is printed on standard error: None does so on a terminal and in a
+    notebook, True also elsewhere, in plain lines, False never. Further settings are those of a run file: `iterations`,
+    `restarts`, `budget`, `threshold`, `precision`, `device`, `images`, `control`.
 
-    The result has the verdict in a sentence (`result.verdict`), and one per defence (`result.verdicts`). If no defence
+    Attacks that set no iterations of their own share about three minutes of computing, over all defences
+    (`budget="auto"`); the result says what that left out. `budget="10m"` is a time for each defence, `budget=None` runs
+    what the attacks' authors used, which may take hours.
+
+    The result has the verdict in a sentence (`result.verdict`), one per defence (`result.verdicts`), `report()` and
+    `plot()`. If no defence
     is `"none"`, a short control attacks a few examples without one (`control=False` leaves it out). Everything wrong
     with model, batch and names is raised at once, before any attack, as a `GradveilError` with its `problems`.
     """
     from gradveil.audit.api import audit_model
     from gradveil.client import cross_entropy
-    from gradveil.report import write_report
+    from gradveil.report import draw_figure, result_html, write_report
 
     return audit_model(
         model,
         batch,
         cross_entropy if loss is None else loss,
-        defences,
+        settings.pop("defenses", defences),
         attacks,
         write_report=write_report,
+        as_html=result_html,
+        draw_figure=draw_figure,
         client_batch=client_batch,
         bounds=bounds,
         mean=mean,
@@ -152,12 +159,13 @@ def train(
     Further settings are those of a run file of `gradveil train`: `participation`, `partition={"kind": "dirichlet"}`,
     `server={"optimiser": "adam"}`, `validation`, `patience`, `central`, `device`.
 
-    The result has `accuracy`, `bytes` (sent in a round) and `curve` (round by round) by defence, `weights(defence)` and
-    `report()`. Everything wrong with model, data and names is raised at once, before any round, as a `GradveilError`.
+    The result has `accuracy`, `bytes` (sent in a round) and `curve` (round by round) by defence, `weights(defence)`,
+    `report()` and `plot()`. Everything wrong with model, data and names is raised at once, before any round, as a
+    `GradveilError`.
     """
     from gradveil.client import cross_entropy
     from gradveil.federated.training_api import train_model
-    from gradveil.report import write_report
+    from gradveil.report import draw_figure, write_report
 
     return train_model(
         model,
@@ -165,10 +173,11 @@ def train(
         test,
         rounds,
         clients,
-        defences,
+        settings.pop("defenses", defences),
         cross_entropy if loss is None else loss,
         local,
         write_report=write_report,
+        draw_figure=draw_figure,
         bounds=bounds,
         mean=mean,
         std=std,
@@ -201,17 +210,18 @@ def invert(
     """Attack one update of a model, and return what it shows of the examples that it was made from.
 
     `update` holds a tensor for each trained parameter by name: the mean gradient, or with `local` the parameters before
-    local training minus those after it. An attack that is told the labels needs `labels`; `"ig(labels=restore)"` finds
-    them. The update is of one example unless `labels`, `truth` or `examples` say of how many; an input has the
-    `shape` (channels, height, width), that of the truth or of `model.input_shape`. Inputs are (pixel - mean) / std with
-    pixels in [0, 1], or lie in `bounds` ([0, 1] if nothing is said). `defence` is what the update's client has (attacks
-    that simulate it are told), `public` examples for attacks that learn from such. `truth`, inputs or (inputs, labels),
-    is only compared with the answer.
+    local training minus those after it. Without `labels` the attack restores them from the update, where it can, and
+    the result says so. The update is of one example unless `labels`, `truth` or `examples` say of how many; an input
+    has the `shape` (channels, height, width), that of the truth or of `model.input_shape`. Inputs are (pixel - mean) /
+    std with pixels in [0, 1], or lie in `bounds` ([0, 1] if nothing is said). `defence` is what the update's client has
+    (attacks that simulate it are told), `public` examples for attacks that learn from such. `truth`, inputs or (inputs,
+    labels), is only compared with the answer.
 
     The result has `images` (pixels), `labels`, the attacker's `objective`, `status`, and with a truth `metrics`.
     """
     from gradveil.audit.api import invert_update
     from gradveil.client import cross_entropy
+    from gradveil.report import inverted_html
 
     return invert_update(
         model,
@@ -219,6 +229,7 @@ def invert(
         attack,
         labels,
         cross_entropy if loss is None else loss,
+        as_html=inverted_html,
         examples=examples,
         shape=shape,
         bounds=bounds,

@@ -22,7 +22,7 @@ LAYERS = (
     {"defences", "attacks", "data"},
     {"federated"},
     {"audit", "integrations"},
-    {"tune", "report"},
+    {"tune", "report", "papers"},
     {""},  # the package itself, which offers what the layers below it do
     {"cli"},
     {"__main__"},
@@ -55,7 +55,7 @@ def imports_point_left(source: Source) -> list[str]:
 
 OPTIONAL = {
     *("datasets", "pyarrow", "lpips", "torchvision", "flwr", "flwr_datasets", "cryptography", "ray"),
-    *("optuna", "opacus", "cma", "sklearn", "skimage", "dp_accounting", "torchmetrics", "PIL"),
+    *("optuna", "opacus", "cma", "sklearn", "skimage", "dp_accounting", "torchmetrics", "PIL", "matplotlib"),
 }
 
 
@@ -146,6 +146,7 @@ def no_pickle(source: Source) -> list[str]:
 
 CALLERS_OF_FOREIGN_CODE = {
     *("gradveil.nn.models", "gradveil.nn.check.running", "gradveil.nn.surgery", "gradveil.runs.task"),
+    *("gradveil.nn.copyable", "gradveil.nn.formulas", "gradveil.nn.model_outputs"),
     *(
         "gradveil.audit.argument_checks",
         "gradveil.audit.score",

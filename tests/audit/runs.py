@@ -11,7 +11,7 @@ from gradveil.attacks.protocol import Progress
 from gradveil.audit.attack_selection import TrialAddress
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.audit_run import describe, run
-from gradveil.audit.findings import definitions, findings, remarks_on
+from gradveil.audit.findings import definitions, details, findings, remarks_on
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.run_directory import Run, Store, Trial, load_run
 from gradveil.audit.run_file import resolve
@@ -40,7 +40,7 @@ def config(**changes: Any) -> RunConfig:
 def legend(trials: Sequence[Trial], settings: Mapping[str, Any] = MappingProxyType({})) -> str:
     """Everything that stands below the tables with --explain."""
     found = findings(trials)
-    return "\n".join([*remarks_on(found, settings), *definitions(found, settings)])
+    return "\n".join([*remarks_on(found, settings), *details(found), *definitions(found, settings)])
 
 
 class Silent:

@@ -18,6 +18,7 @@ import gradveil
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.inversion.descent import Descent
 from gradveil.attacks.inversion.inversion import Inversion
+from gradveil.audit import budgets
 from gradveil.audit.api import Result, audit_model
 from gradveil.core.errors import GradveilError
 from gradveil.defences import NONE, parse
@@ -62,9 +63,41 @@ def test_a_model_and_a_batch_of_ones_own(tmp_path: Path) -> None:
     assert [row["defence"] for row in result.summary()] == ["none", "prune(0.9)"]
     assert result.summary()[0]["model"] == "LeNetZhu" or result.summary()[0]["model"] == type(network()).__name__
     assert "prune(0.9)" in str(result)
-    assert repr(result) == str(result)
+    assert repr(result).startswith(f"Result({result.verdict!r}, trials=2, path=")
     assert result.path == tmp_path / "run"
     assert result.report(tmp_path / "page.html").read_text() == str(tmp_path / "run")
+
+
+def test_a_result_has_its_verdict_table_and_pictures_in_a_notebook() -> None:
+    result = gradveil.audit(network(), examples(), attacks=[ATTACK], defenses=["none", "prune(0.9)"])
+    html = result._repr_html_()
+    assert html is not None
+    assert html.count("<img") == 6  # two truths, and two reconstructions of each setting
+    assert "prune(0.9)" in html
+    assert "<b>1 of 1 defence is not tested (prune(0.9)).</b>" in html
+    assert audited(images=False)._repr_html_() is None, "nothing to render with"
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(GradveilError) as caught:
+        audited(device="cuda:99")
+    assert [problem.where for problem in caught.value.problems] == ["device"]
+
+
+def test_attacks_without_iterations_of_their_own_have_a_budget_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets, "AUTO_SECONDS", 1.0)
+    result = audited(attacks=("ig", ATTACK))
+    limited, whole = result.trials
+    assert result.config["budget"] == "auto"
+    assert 0 < limited.info["budget_share"] < 1
+    assert whole.info["budget_share"] is None
+    assert [record["iterations"] for record in whole.records] == [4, 4]
+    (line,) = [line for line in " ".join(str(result).split()).split(". ") if "Budget: " in line]
+    assert "of the iterations that their authors use" in line
+    assert "budget=None" in line
+    assert audited().config["budget"] is None
+    assert audited(attacks=("ig",), iterations=3).config["budget"] is None
+    assert audited(attacks=("ig",), iterations=3, budget="none").config["budget"] is None
 
 
 def test_an_image_that_comes_back_in_closed_form_is_told_where_nobody_solves_for_it() -> None:
@@ -74,7 +107,7 @@ def test_an_image_that_comes_back_in_closed_form_is_told_where_nobody_solves_for
         "closed form: the gradient of '1.bias' says what went into '1' -> attack it so: attacks=[\"analytic\"]"
         in warning
     )
-    assert "Warning: client: one image comes back in closed form" in str(audited(model=flat))
+    assert 'Not tested: one image comes back in closed form (attacks=["analytic"])' in str(audited(model=flat))
     assert audited(model=flat, attacks=("analytic",)).warnings == ()
     assert audited(model=flat, batch=examples(4), client_batch=2).warnings == ()
     (warning,) = audited().warnings

@@ -25,7 +25,7 @@ from gradveil.audit.budgets import (
 )
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.sources import Source
-from gradveil.audit.trial import merge, recover
+from gradveil.audit.trial import budget_of, merge, recover
 from gradveil.core.errors import GradveilError
 from gradveil.runs.task import arrive
 from tests.audit.runs import config, execute
@@ -85,7 +85,7 @@ def test_seconds_become_iterations_that_are_written_down(tmp_path):
     attack = Inversion("slow", descent=Descent(iterations=10**12))
     tried = []
     first = within(Budget(60, "seconds"), attack, BudgetShare(1, 2, 2), tried.append, plans())
-    assert [run.descent.iterations for run in tried] == [10, 10]
+    assert [run.descent.iterations for run in tried] == [1, 10]
     assert first.descent.iterations > 1000
     again = within(Budget(60, "seconds"), attack, BudgetShare(1, 2, 2), tried.append, plans())
     assert (again, len(tried)) == (first, 2)
@@ -130,6 +130,16 @@ def test_the_seconds_of_a_learner_are_measured_once(monkeypatch):
     assert first.epochs == 9  # ten passes of two seconds, one of them ahead of the first epoch
     again = within(Budget(40, "seconds"), attack, BudgetShare(2, 1, 1, 100), tried.append, Plans(kept))
     assert (again, len(tried)) == (first, 1)
+
+
+def test_auto_is_shared_by_the_defended_settings_and_the_control():
+    def seconds(**changes):
+        return budget_of(config(budget="auto", **changes)).amount
+
+    whole = seconds(defences=["none"])
+    assert seconds(defences=["none", "dgp"]) == whole / 2
+    assert seconds(defences=["none"], seeds=[0, 1, 2]) == whole / 3
+    assert seconds(defences=["dgp"], control=True) == whole / 2
 
 
 def test_time_is_about_kept():

@@ -21,14 +21,14 @@ ORACLE: dict[str, Any] = {"grants": ["targets: the true labels", "send.noise.w: 
 AMBIGUOUS = {**HEALTHY, "objective": 0.01, "objective_truth": 0.01}
 
 
-def judged(limit: float, *rows: Row, planned: int = 0, accepted: tuple[Accepted, ...] = ()) -> Gate:
+def held(limit: float, *rows: Row, planned: int = 0, accepted: tuple[Accepted, ...] = ()) -> tuple[Run, Gate]:
     trials = [Trial({**each.info, "trial": f"trial-{place}"}, each.trial.records) for place, each in enumerate(rows)]
     run = Run({"trials": [f"trial-{place}" for place in range(planned or len(rows))]}, trials)
-    return gate(run, limit, accepted)
+    return run, gate(run, limit, accepted)
 
 
-def code(found: Gate) -> int:
-    return 0 if found.passed else 3 if found.above else 1
+def judged(limit: float, *rows: Row, accepted: tuple[Accepted, ...] = ()) -> Gate:
+    return held(limit, *rows, accepted=accepted)[1]
 
 
 def diverged(won: int, lost: int, of: int = 64, **change: Any) -> Row:
@@ -82,103 +82,103 @@ def test_the_reason_of_a_broken_defence_is_printed() -> None:
 def test_an_ambiguous_control_and_no_adaptive_attacker_do_not_pass() -> None:
     """The run that used to pass: 0% without a defence, 0% by an attacker who ignores the defence."""
     found = judged(0.1, bare(0, 64, health=AMBIGUOUS), row(0, 64, simulated_client="naive"))
-    assert code(found) == 1
+    assert found.exit_code == 1
     assert [line.partition(".")[0] for line in found.obstacles] == ["dgp (gradient) is not tested"]
     assert found.obstacles[0].endswith("Add --attack adaptive.")
 
 
-RUNS: dict[str, tuple[Callable[[], Gate], int, str]] = {
+RUNS: dict[str, tuple[Callable[[], tuple[Run, Gate]], int, str]] = {
     "broken attack: nothing without a defence either": (
-        lambda: judged(0.1, bare(0, 64), row(0, 64)),
+        lambda: held(0.1, bare(0, 64), row(0, 64)),
         1,
         "dgp (gradient) is inconclusive. No adaptive attack shows that it would find a leak (ig: suspect).",
     ),
     "no adaptive attacker": (
-        lambda: judged(0.1, BARE, row(0, 64, simulated_client="naive")),
+        lambda: held(0.1, BARE, row(0, 64, simulated_client="naive")),
         1,
         "dgp (gradient) is not tested. No adaptive attack was run",
     ),
     "one target client": (
-        lambda: judged(0.1, BARE, row(0, 1)),
+        lambda: held(0.1, BARE, row(0, 1)),
         1,
         "Only 1 image attacked: at least 8 are needed. Attack at least 8 images: --target-clients 8.",
     ),
     "diverged": (
-        lambda: judged(0.1, BARE, row(0, 64, health=HEALTHY | {"diverged": 1.0})),
+        lambda: held(0.1, BARE, row(0, 64, health=HEALTHY | {"diverged": 1.0})),
         1,
         "100% of its runs diverged",
     ),
     "a few runs diverged": (
-        lambda: judged(0.1, BARE, diverged(0, 6)),
+        lambda: held(0.1, BARE, diverged(0, 6)),
         1,
         "ig against dgp, gradient, seed 0: 6 of 64 targets ended in divergence, and had they been recovered, the rate "
         "would reach 19%.",
     ),
-    "failed": (lambda: judged(0.1, BARE, row(0, 64), failed(attack="dlg")), 1, "seed 0 failed: out of memory."),
+    "failed": (lambda: held(0.1, BARE, row(0, 64), failed(attack="dlg")), 1, "seed 0 failed: out of memory."),
     "every attack on the defence failed": (
-        lambda: judged(0.1, BARE, failed()),
+        lambda: held(0.1, BARE, failed()),
         1,
         "dgp (gradient) is not tested. Ig failed: out of memory.",
     ),
-    "not broken with 35 images": (lambda: judged(0.1, BARE, row(0, 35)), 0, ""),
+    "not broken with 35 images": (lambda: held(0.1, BARE, row(0, 35)), 0, ""),
     "not broken with 8 images": (
-        lambda: judged(0.1, BARE, row(0, 8)),
+        lambda: held(0.1, BARE, row(0, 8)),
         1,
         "0 of 8 images recovered, and the 95% interval reaches 32.4%. With none recovered, 35 images show 10%: "
         "--target-clients 35.",
     ),
-    "above the limit": (lambda: judged(0.1, BARE, row(8, 64)), 3, ""),
+    "above the limit": (lambda: held(0.1, BARE, row(8, 64)), 3, ""),
     "oracle only": (
-        lambda: judged(0.1, BARE, row(0, 64, **ORACLE)),
+        lambda: held(0.1, BARE, row(0, 64, **ORACLE)),
         1,
         "dgp (gradient) is not tested. Only oracle attackers were run",
     ),
     "control missing": (
-        lambda: judged(0.1, row(0, 64)),
+        lambda: held(0.1, row(0, 64)),
         1,
         "the undefended update was not attacked in this run, so nothing shows that the attack works",
     ),
-    "control by itself": (lambda: judged(0.1, bare(8, 8, control=True), row(0, 64)), 0, ""),
+    "control by itself": (lambda: held(0.1, bare(8, 8, control=True), row(0, 64)), 0, ""),
     "the worst of several seeds is above": (
-        lambda: judged(0.1, BARE, bare(32, seed=1), row(0, 64), row(8, 64, seed=1)),
+        lambda: held(0.1, BARE, bare(32, seed=1), row(0, 64), row(8, 64, seed=1)),
         3,
         "",
     ),
     "several seeds, the worst of which shows too little": (
-        lambda: judged(0.1, BARE, bare(32, seed=1), row(1, 64), row(2, 64, seed=1)),
+        lambda: held(0.1, BARE, bare(32, seed=1), row(1, 64), row(2, 64, seed=1)),
         1,
         "ig against dgp, gradient, seed 1: 2 of 64 images recovered, and the 95% interval reaches 10.7%.",
     ),
-    "not done": (lambda: judged(0.1, BARE, row(0, 64), planned=4), 1, "2 of 4 trials are not done"),
+    "not done": (lambda: held(0.1, BARE, row(0, 64), planned=4), 1, "2 of 4 trials are not done"),
     "recorded updates without the truth": (
-        lambda: judged(1, unscored()),
+        lambda: held(1, unscored()),
         1,
         "dgp (gradient) is inconclusive. No score: the truth was not recorded.",
     ),
     "recorded updates count, whatever is believed of them": (
-        lambda: judged(0.5, row(32, defence="none", observed=[]), row(0, observed=[])),
+        lambda: held(0.5, row(32, defence="none", observed=[]), row(0, observed=[])),
         3,
         "",
     ),
     "identified without being recovered": (
-        lambda: judged(0.1, BARE, row(0, 64, identified=True)),
+        lambda: held(0.1, BARE, row(0, 64, identified=True)),
         3,
         "",
     ),
     "recovered as a batch defence made them": (
-        lambda: judged(0.1, BARE, as_trained_on(row(0, 64, defence="ats"))),
+        lambda: held(0.1, BARE, as_trained_on(row(0, 64, defence="ats"))),
         3,
         "",
     ),
-    "nothing but the undefended client": (lambda: judged(0.5, BARE), 3, ""),
+    "nothing but the undefended client": (lambda: held(0.5, BARE), 3, ""),
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_constructed_runs(name: str) -> None:
     make, exit_code, said = RUNS[name]
-    found = make()
-    assert code(found) == exit_code, found.obstacles
+    _, found = make()
+    assert found.exit_code == exit_code, found.obstacles
     assert said in " ".join(found.obstacles)
     assert bool(found.obstacles) == (exit_code == 1)
 
@@ -200,8 +200,8 @@ def test_a_weakened_gate_passes_what_was_accepted_and_nothing_else() -> None:
     naive = BARE, row(0, 64, simulated_client="naive")
     assert judged(0.1, *naive, accepted=(Accepted.NOT_TESTED,)).passed
     assert not judged(0.1, *naive, accepted=(Accepted.FEW_IMAGES, Accepted.INCONCLUSIVE)).passed
-    assert code(judged(0.1, BARE, row(8, 64), accepted=tuple(Accepted))) == 3
-    assert code(judged(0.1, BARE, row(0, 64), failed(attack="dlg"), accepted=tuple(Accepted))) == 1
+    assert judged(0.1, BARE, row(8, 64), accepted=tuple(Accepted)).exit_code == 3
+    assert judged(0.1, BARE, row(0, 64), failed(attack="dlg"), accepted=tuple(Accepted)).exit_code == 1
 
 
 def test_the_undefended_update_counts_only_where_nothing_else_was_attacked() -> None:
@@ -223,7 +223,7 @@ def test_attackers_who_know_secrets_never_count() -> None:
 def test_an_upper_bound_alone_passes_no_setting_whatever_is_accepted() -> None:
     told = row(32, defence="dropout", attack="wiig", **ORACLE)
     found = judged(0.2, row(0, health=AMBIGUOUS), told, BARE, accepted=(Accepted.NOT_TESTED,))
-    assert code(found) == 1
+    assert found.exit_code == 1
     assert any("Only oracle attackers were run" in line for line in found.obstacles)
 
 
@@ -238,7 +238,7 @@ def batches(*hits: int, size: int) -> Row:
 
 def test_all_images_of_few_clients_do_not_pass() -> None:
     alone = judged(0.1, batches(0, size=36), BARE)
-    assert code(alone) == 1
+    assert alone.exit_code == 1
     assert "only 1 client" in alone.obstacles[0]
     assert judged(0.1, batches(*[0] * 8, size=8), BARE).passed
     assert judged(0.1, batches(0, size=36), BARE, accepted=(Accepted.FEW_IMAGES,)).passed

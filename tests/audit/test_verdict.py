@@ -109,7 +109,9 @@ def test_a_healthy_naive_attacker_does_not_vouch_for_a_broken_one_who_knows() ->
     verdict = judge(broken, naive)
     assert (verdict.best.attack, verdict.doubts) == ("dlg", ())
     assert verdict.level == "inconclusive"
-    assert verdict.reasons == ("No adaptive attack shows that it would find a leak (ig: suspect).",)
+    assert verdict.reasons == (
+        "No adaptive attack shows that it would find a leak (ig: suspect, 100% of its runs diverged).",
+    )
     assert judge(broken, naive, row(0, attack="cdia")).level == "not broken"
 
 
@@ -209,7 +211,7 @@ def test_the_view_that_a_client_trained_on_counts_and_is_named() -> None:
     records = [r | {"per_image": [r["per_image"][0] | changed | unlikely]} for r in plain.trial.records]
     trained = judge(Row(0, Trial(plain.trial.info, records)))
     assert trained.level == "broken"
-    assert "ig: 32 of 32 images recovered as trained on, where guessing" in " ".join(trained.reasons)
+    assert "ig: 32 of 32 images recovered as trained on; guessing" in " ".join(trained.reasons)
     assert (trained.recovered, trained.identifiable) == (0, 0)
     hidden = [r | {"per_image": [r["per_image"][0] | {"success_transformed": 0}]} for r in records]
     singled = judge(Row(0, Trial(plain.trial.info, hidden)))
@@ -390,9 +392,21 @@ def test_an_attack_that_passes_on_one_seed_shows_nothing_of_another() -> None:
     passed = row(0, health=ambiguous)
     assert judge(passed, row(0, health=ambiguous, seed=1), bare).level == "not broken"
     found = judge(passed, row(0, health=short, seed=1), bare)
-    assert (found.level, "on seed 1 (ig: under-optimised)" in found.reasons[0]) == ("inconclusive", True)
+    assert found.level == "inconclusive"
+    assert "on seed 1 (ig: under-optimised, it did not reach the objective" in found.reasons[0]
     assert judge(passed, row(0, health=ambiguous, seed=1)).level == "inconclusive"  # no control on that seed
     assert judge(passed, row(0, health=ambiguous, seed=1, simulated_client="naive"), bare).level == "inconclusive"
+
+
+def test_an_attack_that_a_budget_stopped_is_marked() -> None:
+    fits_as_well = HEALTHY | {"objective_truth": 0.01}
+    stopped = judge(row(0, health=fits_as_well, budget_share=0.4), BARE)
+    assert (stopped.level, stopped.limited) == ("not broken", True)
+    assert "The budget stopped ig at 40%." in stopped.reasons
+    assert not judge(row(0, health=fits_as_well), BARE).limited
+    unknown = judge(row(0, budget_share=0.4), BARE)
+    assert unknown.level == "inconclusive"
+    assert "ig: under-optimised, the budget stopped it at 40% of its iterations" in unknown.reasons[0]
 
 
 def test_exact_copies_among_the_targets_are_hit_by_one_guess() -> None:

@@ -119,6 +119,35 @@ def test_fail_above_is_a_gate(small: Path, capsys: pytest.CaptureFixture[str]) -
     assert audit("--out", "bare", "--defence", "none", "--set", "threshold=-0.99", "--fail-above", "0.5") == 3
 
 
+def test_audit_and_summary_write_the_same_files_for_ci(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--sarif", "ci.sarif", "--junit", "ci.xml", "--fail-above", "0.5"]
+    assert audit("--set", "threshold=-0.99", *files) == 3
+    cases, (result,) = (
+        (small / "ci.xml").read_text(),
+        json.loads((small / "ci.sarif").read_text())["runs"][0]["results"],
+    )
+    assert 'failures="1" errors="0" skipped="1"' in cases
+    assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "small.toml"
+    assert run(["summary", "runs/small", *files]) == 3
+    assert "--fail-above 50%: failed." in capsys.readouterr().err
+    assert (small / "ci.xml").read_text() == cases
+    (again,) = json.loads((small / "ci.sarif").read_text())["runs"][0]["results"]
+    assert again.pop("locations") != result.pop("locations")  # the report, since a summary has no run file
+    assert again == result
+    assert run(["summary", "runs/small", "--junit", "-"]) == 0
+    assert "<testsuites" in capsys.readouterr().out
+    assert run(["summary", "runs/small", "--fail-above", "1"]) == 1
+
+
+@pytest.mark.usefixtures("small")
+def test_files_for_ci_that_cannot_be_written_stop_an_audit_before_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert audit("--sarif", "nowhere/a.sarif", "--junit", "nowhere/a.xml") == 2
+    err = capsys.readouterr().err
+    assert "--sarif: 'nowhere' is not a folder" in err
+    assert "--junit: 'nowhere' is not a folder" in err
+    assert not Path("runs").exists()
+
+
 def test_trials_above_the_gate_say_where_they_stand() -> None:
     console = Console(width=120, record=True, file=io.StringIO())
     trials = [each.trial for each in (row(8, trained=20, seed=1), row(1, trained=0, simulated_client="naive"))]

@@ -8,7 +8,9 @@ from types import ModuleType
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+WRITE = ("how-to/write-a-defence.md", "how-to/write-an-attack.md", "how-to/write-a-metric.md")
 
 
 def blocks(page):
@@ -22,7 +24,7 @@ def execute(page):
     return space
 
 
-@pytest.mark.parametrize("page", ["how-to/write-a-defence.md", "how-to/write-an-attack.md", "how-to/write-a-metric.md"])
+@pytest.mark.parametrize("page", WRITE)
 def test_adding_one_takes_at_most_thirty_lines(page):
     for block in blocks(page)[:-1]:
         assert len([line for line in block.splitlines() if line.strip()]) <= 30
@@ -57,8 +59,16 @@ def test_a_metric_of_the_page_is_scored(monkeypatch):
     assert 1 >= trials["none"]["mine:edges_mean"] > trials["prune(0.9)"]["mine:edges_mean"]
 
 
-def test_the_reference_has_functions_classes_and_tables(monkeypatch):
-    """The hook runs without importing the library; of MkDocs it needs types only."""
+def test_the_training_of_the_page_measures_the_cost_of_a_defence(capsys):
+    result = execute("how-to/train-with-defences.md")["result"]
+    assert result.accuracy["none"] > 0.5
+    assert result.bytes["prune(0.9)"] < result.bytes["none"]
+    assert "prune(0.9)" in capsys.readouterr().out
+
+
+@pytest.fixture
+def hook(monkeypatch):
+    """The hook that writes tables and pages; of MkDocs it needs types only."""
     for name in ("config.defaults", "structure.files"):
         stand_in = ModuleType(f"mkdocs.{name}")
         vars(stand_in).update(MkDocsConfig=object, File=object, Files=object)
@@ -66,31 +76,52 @@ def test_the_reference_has_functions_classes_and_tables(monkeypatch):
     spec = importlib.util.spec_from_file_location("pages_of_docs", DOCS / "pages.py")
     assert spec is not None
     assert spec.loader is not None
-    hook = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hook)
-    page = hook.reference()["attacks"]
-    assert "### make_attack\n\n```python\nmake_attack(text: str, own: bool=False) -> Any\n```\n\nBuild an" in page
-    assert '\n| `rounds` | one of: first, last, all, none | `"last"` | Observed rounds that are attacked' in page
-    assert "\n| `ratio` | a number in [0, 1) | required | Share of entries that are" in hook.reference()["defences"]
-    assert "### STATUSES\n\n```python\nSTATUSES: tuple[Status, ...] = ('converged', 'stalled'" in page
-    assert "```\n\nEvery attack that a run file" in page
-    assert "### _" not in page
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_the_training_of_the_page_says_what_a_defence_costs(capsys):
-    space: dict = {"__name__": "docs"}
-    (first,) = (block for block in blocks("how-to/train-with-defences.md") if "gv.train(" in block)
-    exec(compile(first, "how-to/train-with-defences.md", "exec"), space)
-    assert space["result"].accuracy["none"] > 0.5
-    assert space["result"].bytes["prune(0.9)"] < space["result"].bytes["none"]
-    assert "prune(0.9)" in capsys.readouterr().out
+def test_pages_of_the_code_have_public_names_with_their_docstrings(hook):
+    page = hook.api("gradveil.attacks")
+    assert "## make_attack\n\n```python\nmake_attack(text: str, own: bool=False) -> Any\n```\n\nBuild an" in page
+    assert "\n## _" not in page
+    bare = [name for face in hook.FACES for name in re.findall(r"## ([\w.]+)\n\n(?=## |$)", hook.api(face))]
+    assert bare == []
 
 
-def test_the_update_of_the_readme_is_inverted():
-    code = re.findall(r"```python\n(.*?)```", (DOCS.parent / "README.md").read_text("utf-8"), re.DOTALL)
-    space: dict = {"__name__": "docs"}
-    setup = code[0].partition("result = ")[0]
-    for block in (setup, code[1]):
-        exec(compile(block, "README.md", "exec"), space)
-    assert space["found"].images.shape == (1, 1, 32, 32)
-    assert space["found"].metrics["psnr"] > 10
+def test_tables_say_what_the_settings_allow(hook):
+    tables = {name: make() for name, make in hook.TABLES.items()}
+    assert '\n| `rounds` | one of: first, last, all, none | `"last"` | Observed rounds' in tables["attacks"]
+    assert "\n| `ratio` | a number in [0, 1) | required | Share of entries that are" in tables["defences"]
+    assert "\n| `threshold` | number above -1 below 1 | `0.5` | SSIM above which" in tables["audit"]
+    assert "\n| `--fail-above RATE` |" in tables["commands"]
+    assert "| `ssim` |" in tables["metrics"]
+
+
+def test_every_key_of_a_run_file_has_a_meaning(hook):
+    tables = ("audit", "client", "privacy", "observed", "train-plan", "training", "rounds", "data-table")
+    tables += ("model-table", "local", "partition", "server", "pace")
+    assert [line for name in tables for line in hook.TABLES[name]().splitlines() if line.endswith("|  |")] == []
+
+
+def test_pages_ask_for_tables_that_exist(hook):
+    asked = [name for page in DOCS.rglob("*.md") for name in re.findall(r"<!-- table: ([\w-]+) -->", page.read_text())]
+    assert sorted(asked) == sorted(hook.TABLES)
+
+
+def test_a_notebook_becomes_a_page_with_pictures(hook):
+    text, pictures = hook.notebook(DOCS / "tutorials/your-model.ipynb")
+    assert text.startswith("# Attack your own model")
+    assert "```text\nVerdict: " in text
+    assert all(f"]({name})" in text and content.startswith(b"\x89PNG") for name, content in pictures.items())
+
+
+@pytest.mark.parametrize(("scheme", "place"), [("default", 0), ("slate", 1)])
+def test_site_has_the_colours_of_the_report(scheme, place):
+    css = (ROOT / "src/gradveil/report/templates/style.css").read_text("utf-8")
+    report = {name: pair for name, *pair in re.findall(r"--(\w+): light-dark\((#\w+), (#\w+)\)", css)}
+    site = (DOCS / "extra.css").read_text("utf-8").partition(f'"{scheme}"')[2].partition("}")[0]
+    names = {"default-bg-color": "bg", "default-fg-color": "ink", "default-fg-color--light": "soft"}
+    names |= {"default-fg-color--lightest": "line", "code-bg-color": "sunk", "typeset-a-color": "accent"}
+    colours = dict(re.findall(r"--md-([\w-]+): (#\w+);", site))
+    assert {name: colours[name] for name in names} == {name: report[same][place] for name, same in names.items()}

@@ -51,6 +51,26 @@ def test_labels_are_found_and_no_truth_gives_no_metrics() -> None:
     assert found.images.max() <= 1
 
 
+def test_without_labels_the_attack_restores_them_and_the_result_says_so() -> None:
+    net = network()
+    given: dict[str, Any] = {"truth": example()[0], "mean": MEAN, "std": STD}
+    found = gv.invert(net, gradient(net), "ig(iterations=3)", **given)
+    assert (found.labels.tolist(), found.restored) == ([2], True)
+    assert "2 (restored from the update)" in str(found)
+    assert not gv.invert(net, gradient(net), "ig(iterations=3)", labels=[2], **given).restored
+
+
+def test_an_inverted_update_is_short_and_has_pictures_in_a_notebook() -> None:
+    net = network()
+    found = gv.invert(net, gradient(net), "analytic", truth=example(), mean=MEAN, std=STD)
+    assert len(repr(found)) < 120
+    assert len(str(found).splitlines()) <= 3
+    assert "recovered, SSIM 1.00" in str(found)
+    html = found._repr_html_()
+    assert html is not None
+    assert html.count('<img src="data:image/png;base64,') == 2
+
+
 def test_the_truth_changes_nothing_but_the_metrics() -> None:
     net = network()
     given: dict[str, Any] = {"labels": [2], "mean": MEAN, "std": STD}
@@ -69,7 +89,6 @@ def test_local_training_is_what_the_attacker_believes() -> None:
 @pytest.mark.parametrize(
     ("attack", "changes", "part"),
     [
-        ("ig", {}, "labels"),
         ("ig", {"labels": [2], "shape": None}, "shape"),
         ("ig", {"labels": [1, 2], "examples": 1}, "labels"),
         ("wiig", {"labels": [2]}, "wiig"),

@@ -174,7 +174,7 @@ def test_what_two_rounds_show_together_is_a_leak(size: int) -> None:
     assert exposed.share >= 0.7 * read / size
     found = exposed.leak()
     assert found is not None
-    assert "the difference from the last update shows" in found.what
+    assert "the difference from the last update shows" in found.evidence
     assert exposed.read == alone.read
     noise = Key(5).generator()
     noisy = {name: value + 0.01 * torch.randn(value.shape, generator=noise) for name, value in sent.items()}

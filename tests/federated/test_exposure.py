@@ -171,7 +171,7 @@ def test_an_honest_model_exceeds_fresh_ones_by_a_quarter_of_the_batch() -> None:
 def test_fishing_is_malice_behind_norms_of_the_batch(size: int) -> None:
     net = fishing(size, norm=BatchStatistics).model
     for batch in (some(size), unscaled(some(size))):
-        assert any("learns from 1" in finding.what for finding in shown(net, batch).malice)
+        assert any("learns from 1" in finding.evidence for finding in shown(net, batch).malice)
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
@@ -190,7 +190,7 @@ def test_rows_that_are_solved_together_are_malice_where_no_two_show_an_image(cou
     made, batch = pencil(count), some(count)
     assert reconstructed(made, gradient(made.model, batch), batch, 1e-3) >= 12
     exposed = shown(made.model, batch)
-    assert re.search(r"1\d\d of 2\d\d units have an error of just the same examples", exposed.malice[0].what)
+    assert re.search(r"1\d\d of 2\d\d units have an error of just the same examples", exposed.malice[0].evidence)
     assert not shown(made.model, batch, "gaussian(1e-2)").malice
 
 
@@ -239,8 +239,8 @@ def test_groups_are_solved_where_their_errors_are_made_of_others_and_nowhere_els
 def test_copies_of_images_do_not_make_units_alike() -> None:
     twice = Batch(some(17).inputs.repeat(2, 1, 1, 1), some(17).targets.repeat(2))
     once, copied = (shown(perceptron(), batch).layers[0] for batch in (some(17), twice))
-    assert (once.partial, once.shared, once.told_apart) == (copied.partial, copied.shared, copied.told_apart)
-    assert once.told_apart == 17
+    assert (once.partial, once.shared, once.groups) == (copied.partial, copied.shared, copied.groups)
+    assert once.groups == 17
 
 
 def test_units_are_alike_at_honest_models_of_two_inputs() -> None:
@@ -258,7 +258,7 @@ def test_blank_images_before_zero_biases_raise_no_alarm(blank: int) -> None:
     inputs = some(32).inputs.clone()
     inputs[-blank:] = 0
     exposed = shown(net, Batch(inputs, PRIVATE.targets[:32]))
-    assert exposed.layers[0].heard < 0.3
+    assert exposed.layers[0].learning_share < 0.3
     assert not exposed.malice
 
 
@@ -279,8 +279,8 @@ def test_small_batches_leak_at_honest_models_and_the_report_says_so() -> None:
     assert not exposed.malice
     found = exposed.leak()
     assert found is not None
-    assert "8 of 8 examples" in found.what
-    assert "says nothing of the server" in found.what
+    assert "8 of 8 examples" in found.evidence
+    assert "says nothing of the server" in found.evidence
     told: list[str] = []
     guarded_update(exposed, "refuse", "warn", lambda finding: told.append(finding.family))
     guarded_update(exposed, "refuse", "ignore", lambda finding: told.append(finding.family))

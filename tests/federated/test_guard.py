@@ -155,7 +155,7 @@ def test_wide_layers_are_compared_in_blocks() -> None:
         "wide.bias": torch.randn(3000, generator=GENERATOR),
         "head.weight": torch.eye(3000)[:10],
     }
-    assert [f.what.split(" rows")[0] for f in inspect(None, received) if f.family == "imprint"] == ["501 of 3000"]
+    assert [f.evidence.split(" rows")[0] for f in inspect(None, received) if f.family == "imprint"] == ["501 of 3000"]
 
 
 def federation(net: nn.Module, server: Server, size: int) -> Federation:

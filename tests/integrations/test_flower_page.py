@@ -41,7 +41,8 @@ def own_training(net):
 
 
 def test_ten_lines_protect_an_app(tmp_path):
-    client, server, mod, named, limited, _ = blocks("how-to/protect-a-flower-app.md")
+    client, server, mod, _ = blocks("how-to/protect-a-flower-app.md")
+    (named,), (limited,) = blocks("how-to/flower-state-and-restarts.md"), blocks("how-to/flower-privacy-budget.md")
     lines = [line for block in (client, server) for line in block.splitlines() if line.strip()]
     assert len(lines) == 10
 

@@ -14,6 +14,7 @@ from gradveil.nn.check import check
 from gradveil.nn.initial_weights import drawing_from
 from gradveil.nn.models import MODELS, build
 from gradveil.nn.stochastic_layers import with_dropout
+from gradveil.nn.surgery import prepare
 from tests.nn.unsuitable_models import (
     Apply,
     FunctionalNorm,
@@ -74,7 +75,7 @@ MODELS_WRONG: list[tuple[str, Callable[[], nn.Module], str]] = [
     (
         "functional-layernorm",
         lambda: model_of(FunctionalNorm()),
-        r"model: the derivative of the gradient in batched form is off by .* -> F.layer_norm.*nn.normalisation",
+        r"2: calls torch's layer normalisation, which has silently wrong .*-> compute it by its formula: .*prepare",
     ),
     (
         "instancenorm",
@@ -90,12 +91,12 @@ MODELS_WRONG: list[tuple[str, Callable[[], nn.Module], str]] = [
     (
         "functional-inplace",
         lambda: model_of(nn.Sigmoid(), Apply(lambda x: x.mul_(2))),
-        r"3: the gradient fails, because an in-place operation \(mul_\) overwrote a value it needs -> write it out of",
+        r"3: overwrites a value that the derivatives need -> write x = x \+ 1, .*prepare\(model, batch=batch\)",
     ),
     (
         "inputs-overwritten",
         lambda: nn.Sequential(Apply(lambda x: x.sub_(0.5)), model_of()),
-        r"0: overwrites the inputs \(sub_\) -> write x = x \+ 1",
+        r"0: overwrites a value that the derivatives need -> write x = x \+ 1",
     ),
     (
         "once-differentiable",
@@ -116,7 +117,7 @@ MODELS_WRONG: list[tuple[str, Callable[[], nn.Module], str]] = [
     (
         "wrong-channels",
         lambda: nn.Sequential(nn.Conv2d(3, 8, 1), model_of()),
-        r"0: its forward pass fails for inputs of shape \(4, 2, 2, 2\).*3 channels.*-> check the number of channels",
+        r"0: its forward pass fails for inputs of shape \(4, 2, 2, 2\).*3 channels.*-> give the model inputs of 3",
     ),
     ("nan-weights", with_nan, r"1.weight: holds NaN or infinity in 3 of 48 entries -> load or train the weights again"),
     (
@@ -313,11 +314,12 @@ class Attends(nn.Module):
             return self.head(F.scaled_dot_product_attention(tokens, tokens, tokens).mean((1, 2)))
 
 
-def test_the_remedy_for_attention_works() -> None:
+def test_fused_attention_is_a_problem_until_it_is_computed_by_its_formula() -> None:
     batch = Batch(torch.rand(2, 1, 8, 8), torch.tensor([0, 1]))
-    (told,) = check(Attends(by_formula=False), batch)
-    assert "sdpa_kernel(SDPBackend.MATH)" in told.remedy
+    (problem,) = check(Attends(by_formula=False), batch)
+    assert "fused attention" in problem.what
     assert check(Attends(by_formula=True), batch) == []
+    assert check(prepare(Attends(by_formula=False), batch=batch)[0], batch) == []
 
 
 def test_all_problems_come_at_once() -> None:

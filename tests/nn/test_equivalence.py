@@ -77,17 +77,14 @@ def prepared(model: nn.Module, batch: Batch) -> tuple[nn.Module, list[str]]:
 def test_a_channels_first_layer_norm_keeps_its_forward(batch: Batch) -> None:
     ready, done = prepared(network(LayerNorm2d(6), nn.ReLU(inplace=True)), batch)
     assert type(ready[0]) is LayerNorm2d
-    assert done == ["in-place operations removed: module '1'"]
+    assert done[1:] == ["layer normalisation computed by its formula: module '0'"]
 
 
-def test_a_channels_first_layer_norm_is_refused_by_name_in_an_audit(batch: Batch) -> None:
+def test_a_channels_first_layer_norm_is_a_problem_until_it_is_prepared(batch: Batch) -> None:
     """It calls F.layer_norm, whose batched derivatives are wrong in torch."""
     net = network(nn.Conv2d(6, 6, 3, padding=1), nn.Tanh(), LayerNorm2d(6))
-    assert [(p.where, "gradveil.nn.normalisation" in p.remedy) for p in check(net, batch)] == [("2", True)]
-    images = torch.rand(3, 6, 12, 12, generator=torch.Generator().manual_seed(0))
-    net = nn.Sequential(nn.Conv2d(6, 6, 3, 2), LayerNorm2d(6), nn.Flatten(), nn.Linear(150, 3))
-    with pytest.raises(GradveilError, match=r"module '1' \(LayerNorm2d\): the derivative of the gradient in batched"):
-        gradveil.audit(net, (images, batch.targets), prepare=True, attacks=["ig(iterations=1)"], bounds="unit")
+    assert [(p.where, "prepare" in p.remedy) for p in check(net, batch)] == [("2", True)]
+    assert check(prepared(net, batch)[0], batch) == []
 
 
 class Elementary(nn.LayerNorm):
@@ -105,13 +102,13 @@ def test_a_subclass_whose_forward_can_be_batched_is_accepted(batch: Batch) -> No
     assert check(model, batch) == []
 
 
-def test_an_inherited_forward_is_refused_since_it_is_torchs(batch: Batch) -> None:
+def test_an_inherited_forward_is_a_problem_since_it_is_torchs(batch: Batch) -> None:
     class Renamed(nn.LayerNorm):
         pass
 
     problems = check(network(Renamed(6)), batch)
     assert {problem.where for problem in problems} == {"0"}
-    assert problems[0].remedy.startswith("write it with gradveil.nn.normalisation")
+    assert problems[0].remedy.startswith("compute it by its formula")
 
 
 @pytest.mark.parametrize(
@@ -151,8 +148,10 @@ def test_parametrised_and_hooked_layers_are_kept(batch: Batch) -> None:
     hooked.register_forward_hook(lambda _module, _inputs, outputs: 2 * outputs)
     model = network(parametrised, hooked, nn.LayerNorm(6))
     ready, done = prepared(model, batch)
-    assert done == ["LayerNorm or InstanceNorm made explicit: module '2'"]
+    assert done[0] == "LayerNorm or InstanceNorm made explicit: module '2'"
+    assert done[1] == "layer normalisation computed by its formula: modules '0', '1'"
     assert isinstance(ready[0], nn.LayerNorm)
+    assert check(ready, batch) == []
 
 
 def test_tied_weights_stay_tied(batch: Batch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from gradveil.audit.api import Result
-from gradveil.audit.findings import Findings, findings, print_outcome, sentence_of, trained_on
+from gradveil.audit.findings import MORE, Findings, findings, print_outcome, sentence_of, trained_on
 from gradveil.audit.gate import gate
 from gradveil.audit.result_rows import Row
 from gradveil.audit.run_directory import Trial, load_run
@@ -160,24 +160,51 @@ def test_the_table_has_a_row_per_defence_and_all_trials_on_demand() -> None:
     findings = of(BARE, row(3), row(20, attack="cdia"))
     short, every = printed(findings), printed(findings, every=True)
     assert sum(line.startswith("dgp ") for line in short.splitlines()) == 1
-    assert "cdia [adaptive]" in short
+    assert "cdia, adaptive" in short
     assert sum(line.startswith("dgp ") for line in every.splitlines()) == 3
     assert "Baseline:" not in short
     assert "Baseline: the share of identifiable images" in printed(findings, explain=True)
-    assert short.splitlines()[-1] == "Definitions: --explain. Every trial: --all."
+    assert short.splitlines()[-1] == MORE
+
+
+def test_reasons_are_printed_where_the_table_does_not_show_them_and_once() -> None:
+    stopped = HEALTHY | {"objective": 0.95}
+    some = of(
+        BARE, row(0, defence="dgp", health=stopped), row(0, defence="dp", health=stopped), row(30, defence="clip")
+    )
+    lines = printed(some).splitlines()
+    (line,) = [line for line in lines if "its objective did not fall" in line]
+    assert line.startswith("dgp and dp: inconclusive. ")
+    assert not any(line.startswith(("none: ", "clip: ")) for line in lines)
+    assert any(line.startswith("clip: broken. ") for line in printed(some, explain=True).splitlines())
+
+
+def test_attacks_keep_what_tells_them_apart_at_every_width() -> None:
+    start = "cdia(iterations=9, start=solved)"
+    some = of(BARE, row(20, defence="dgp", attack=start), row(20, defence="dp", attack="cdia(iterations=9)"))
+    for width in (80, 100, 140):
+        out = Console(file=io.StringIO(), width=width, color_system=None)
+        print_outcome(out, some, {})
+        assert isinstance(out.file, io.StringIO)
+        table = out.file.getvalue().split("\n\n")[1].splitlines()
+        assert max(map(len, table)) <= width
+        assert [line.split()[0] for line in table] == ["defence", "none", "dgp", "dp"]
+        assert "cdia(start=solved), adaptive" in table[2]
+        assert "cdia, adaptive" in table[3]
+        assert ("bytes" in table[0]) == (width > 80)
 
 
 def test_the_control_is_a_line_and_no_row_and_never_judged() -> None:
     control = row(8, 8, defence="none", simulated_client="naive", control=True)
     shown = printed(of(row(0), control))
-    assert "Control: ig recovers 8 of 8 without a defence." in shown
+    assert "Control: ig recovers 8 of 8 without a defence." in printed(of(row(0), control), explain=True)
     assert not any(line.startswith("none") for line in shown.splitlines())
     findings = of(row(0), control)
     assert [(verdict.defence, verdict.level) for verdict in findings.verdicts] == [("dgp", "not broken")]
     assert [trial["verdict"] for trial in findings.trials] == ["not broken", None]
     assert of(row(0)).verdicts[0].level == "inconclusive"
     failed = Row(0, Trial({**control.info, "failed": "broke"}, []))
-    assert "Control: ig failed without a defence." in printed(of(row(0), failed))
+    assert "Control: ig failed without a defence." in printed(of(row(0), failed), explain=True)
 
 
 def test_defence_without_scores_is_in_the_table_with_its_reason() -> None:
@@ -191,13 +218,13 @@ def test_defence_without_scores_is_in_the_table_with_its_reason() -> None:
 
 
 def test_scope_names_untested_settings() -> None:
-    line = next(line for line in printed(of(BARE, row(0, **NAIVE))).splitlines() if line.startswith("Scope"))
-    assert line.startswith("Scope: reconstruction of images, no other data and no inference")
+    shown = printed(of(BARE, row(0, **NAIVE)), explain=True)
+    assert any(line.startswith("Scope: reconstruction of images, no other data") for line in shown.splitlines())
     text = " ".join(printed(of(row(0, **NAIVE))).split())
     for missing in ("adaptive attacks", "a malicious server", "batches", "local training", "trained weights"):
         assert missing in text
     wide: dict[str, Any] = {"batch": 4, "client": "local T=4", "trained": 3, "round": 1, "rounds_used": [0, 1]}
-    assert "Not tried" not in printed(of(row(0, **wide), row(0, **wide, planted="a block")))
+    assert "Not tested" not in printed(of(row(0, **wide), row(0, **wide, planted="a block")))
 
 
 def test_sentences_of_runs_without_a_defence_or_a_result() -> None:
@@ -206,6 +233,16 @@ def test_sentences_of_runs_without_a_defence_or_a_result() -> None:
     assert sentence_of([of(BARE, row(0)), of(BARE, row(0, trained=3), row(32, defence="none", trained=3))]) == (
         "2 of 2 defended settings are not broken (dgp)."
     )
+
+
+def test_what_holds_within_a_budget_only_says_so_and_what_more_takes() -> None:
+    fits_as_well = HEALTHY | {"objective_truth": 0.01}
+    some = of(BARE, row(0, health=fits_as_well, budget_share=0.1, seconds=60.0), row(32, defence="dp"))
+    assert some.sentence == "1 of 2 defences is broken (dp); 1 is not broken within the budget (dgp)."
+    assert [each["budget_share"] for each in some.settings] == [None, None, 0.1]
+    (line,) = [line for line in printed(some).splitlines() if line.startswith("Budget: ")]
+    assert "ig at 10% of their own iterations" in line
+    assert "about 9 min 0 s of computing" in line
 
 
 def test_transformed_images_count_on_every_surface() -> None:

@@ -23,29 +23,29 @@ subprocess.Popen([sys.executable, "-m", "ray.scripts.scripts", *sys.argv[1:]], s
 sys.stdin.read()
 os.killpg(0, signal.SIGKILL)
 """
-"""Starts Ray, and ends it where whoever started this is gone, be it killed."""
+"""Starts Ray, and ends it once the process that started this is gone, even if killed."""
 
 
 def members(session: int) -> dict[int, bytes]:
-    """The living processes of a session, and what they are called."""
-    found = {}
+    """Return the command lines of the living processes of a session."""
+    commands = {}
     for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             if int(fields[3]) == session and fields[0] != "Z":
-                found[int(folder.name)] = (folder / "cmdline").read_bytes()
-    return found
+                commands[int(folder.name)] = (folder / "cmdline").read_bytes()
+    return commands
 
 
 def bridges(pid: int) -> list[int]:
-    """The processes by which a process drives Ray. Each leads a session."""
+    """List the processes through which a process drives Ray; each leads a session."""
     tasks = Path(f"/proc/{pid}/task")
     children = [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
     return [child for child in children if BRIDGE in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def kill_desk(session: int) -> bool:
-    """Kill one of the actors of a session; say whether there was one."""
+    """Kill one of the actors of a session; return whether there was one."""
     desks = [pid for pid, called in members(session).items() if called.startswith(DESK)]
     for pid in desks[:1]:
         os.kill(pid, signal.SIGKILL)
@@ -53,9 +53,9 @@ def kill_desk(session: int) -> bool:
 
 
 def kill_at_start(session: int, done: set[int]) -> bool:
-    """Kill a worker process of an actor that Ray does not know yet, where none is in `done`; say whether it was done.
+    """Kill a worker process of an actor before Ray registers it, unless `done` has one; return whether one was killed.
 
-    The environment tells it from the processes that Ray starts in advance.
+    Its environment differs from that of the processes that Ray starts in advance.
     """
     for pid, called in members(session).items():
         if not done and b"default_worker.py" in called and not called.startswith(b"ray::"):
@@ -77,7 +77,7 @@ def gone(session: int, seconds: float = 60) -> bool:
 
 @contextmanager
 def standing_cluster(places: int) -> Iterator[tuple[str, int, dict[str, str]]]:
-    """Start a cluster that is nobody's: its address, its session, and what its users need in their environment."""
+    """Start a cluster outside of any run; yield its address, its session and the environment of its users."""
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""A real Ray: the same results as here, whoever is killed, and nothing stays behind but what was there before."""
+"""Workers on Ray: the results of one process, lost actors replaced, and no process left behind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RAYS = 2
 
 @pytest.fixture(scope="module")
 def standing() -> Iterator[tuple[str, int]]:
-    """The address and the session of a cluster of two places that is there before anybody asks, and stays."""
+    """The address and session of an existing cluster with two CPUs."""
     with standing_cluster(RAYS) as (address, session, settings), pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(name, value)
@@ -47,15 +47,15 @@ def standing() -> Iterator[tuple[str, int]]:
 
 
 class Killing(Silent):
-    """A display that does something at the first progress."""
+    """A display that calls a function at the first progress."""
 
-    def __init__(self, deed: Any) -> None:
+    def __init__(self, action: Any) -> None:
         super().__init__()
-        self.deed = deed
+        self.action = action
 
     def progress(self, trial: TrialAddress, share: int, step: Any) -> None:
         if not self.steps:
-            assert self.deed()
+            assert self.action()
         super().progress(trial, share, step)
 
 
@@ -69,22 +69,24 @@ SMALL = config(defences=["none", "gaussian(0.01)", "topk(0.1)"])
 LOST = "the cluster is lost"
 
 
-def test_a_killed_actor_is_replaced_and_messages_may_be_large(tmp_path: Path) -> None:
+def test_cluster_replaces_a_killed_actor_and_carries_large_messages(tmp_path: Path) -> None:
     setting = {"marks": str(tmp_path), "kills": {"2": 1}}
-    heard: list[Parcel] = []
-    job = Job(deadly(setting), lambda n: Parcel({"number": n}, b"\n" * 9_000_000), lambda n, news: heard.append(news))
+    reported: list[Parcel] = []
+    job = Job(
+        deadly(setting), lambda n: Parcel({"number": n}, b"\n" * 9_000_000), lambda n, parcel: reported.append(parcel)
+    )
     with Cluster(Site("tests.schedule.worker_sites:deadly", setting), RAYS)(job, [1, 2, 3]) as done:
         (session,) = bridges(os.getpid())
-        found = dict(done)
+        results = dict(done)
         assert len([called for called in members(session).values() if called.startswith(b"ray::Desk")]) <= RAYS
-    assert found == {n: Parcel({"did": n}, b"\n" * n * 9_000_000) for n in (1, 2, 3)}
-    assert Parcel({"threads": 1}, b"\n" * 9_000_000) in heard
+    assert results == {n: Parcel({"did": n}, b"\n" * n * 9_000_000) for n in (1, 2, 3)}
+    assert Parcel({"threads": 1}, b"\n" * 9_000_000) in reported
     assert gone(session)
 
 
-def test_an_actor_that_is_killed_while_it_starts_is_replaced_within_seconds(tmp_path: Path) -> None:
+def test_cluster_replaces_an_actor_killed_at_its_start_within_seconds(tmp_path: Path) -> None:
     """Ray itself waits for minutes; a busy machine may take half a minute to start another one."""
-    job: Job[int] = Job(deadly({}), lambda n: Parcel({"number": n}), lambda n, news: None)
+    job: Job[int] = Job(deadly({}), lambda n: Parcel({"number": n}), lambda n, parcel: None)
     killed: set[int] = set()
     times: list[float] = []
 
@@ -106,41 +108,37 @@ def test_an_actor_that_is_killed_while_it_starts_is_replaced_within_seconds(tmp_
     assert times[1] - times[0] < 120
 
 
-def test_a_cluster_audits_as_one_process_does_and_a_killed_actors_trial_is_run_again(
-    tmp_path: Path, standing: tuple[str, int]
-) -> None:
+def test_cluster_audit_with_a_killed_actor_equals_one_process(tmp_path: Path, standing: tuple[str, int]) -> None:
     address, session = standing
     display = Killing(lambda: kill_desk(session))
-    found = audited(tmp_path / "ray", Cluster(site(open_experiment(SMALL), None), RAYS, address=address), display)
-    assert found == audited(tmp_path / "here", in_process, Silent())
+    results = audited(tmp_path / "ray", Cluster(site(open_experiment(SMALL), None), RAYS, address=address), display)
+    assert results == audited(tmp_path / "here", in_process, Silent())
     assert len(display.finished) == 3
     assert b"raylet" in b" ".join(members(session).values()), "it is not ours"
     assert not bridges(os.getpid())
 
 
-def test_a_cluster_trains_as_one_process_does_and_a_killed_actors_training_goes_on(
-    tmp_path: Path, standing: tuple[str, int]
-) -> None:
+def test_cluster_training_with_a_killed_actor_equals_one_process(tmp_path: Path, standing: tuple[str, int]) -> None:
     address, session = standing
-    told = open_setting(train_config(rounds=3, defences=["none", "topk(0.2, feedback=true)"]))
-    whole, _ = trained(tmp_path / "here", told)
+    setting = open_setting(train_config(rounds=3, defences=["none", "topk(0.2, feedback=true)"]))
+    whole, _ = trained(tmp_path / "here", setting)
     killed: list[bool] = []
 
-    def tell(trial: TrainingTrial, record: RoundResult, status: Status) -> None:
+    def report(trial: TrainingTrial, record: RoundResult, status: Status) -> None:
         if not killed:
             killed.append(kill_desk(session))
 
-    with training.TRAINING_RUN.opened(tmp_path / "ray", training.describe(told.config, "command")):
-        schedule = Cluster(train_site(told, None), RAYS, address=address)
-        found = training.run(told, tmp_path / "ray", tell, schedule)
+    with training.TRAINING_RUN.opened(tmp_path / "ray", training.describe(setting.config, "command")):
+        schedule = Cluster(train_site(setting, None), RAYS, address=address)
+        results = training.run(setting, tmp_path / "ray", report, schedule)
     assert killed == [True]
-    assert [timeless(row) for row in found] == [timeless(row) for row in whole]
+    assert [timeless(row) for row in results] == [timeless(row) for row in whole]
 
 
-def test_what_cannot_begin_says_why(standing: tuple[str, int]) -> None:
+def test_cluster_that_cannot_start_raises_with_the_reason(standing: tuple[str, int]) -> None:
     address, _ = standing
-    job: Job[int] = Job(deadly({}), lambda n: Parcel({}), lambda n, news: None)
-    for cluster, said in (
+    job: Job[int] = Job(deadly({}), lambda n: Parcel({}), lambda n, parcel: None)
+    for cluster, problem in (
         (Cluster(Site("tests.schedule.worker_sites:refusing", {}), 1, address=address), "OSError: the disk has gone"),
         (
             Cluster(Site("x:y", {}), 3, address=address),
@@ -148,12 +146,14 @@ def test_what_cannot_begin_says_why(standing: tuple[str, int]) -> None:
         ),
         (Cluster(Site("x:y", {}), 1, address="127.0.0.1:1"), "ConnectionRefusedError: .*refused"),
     ):
-        with pytest.raises(GradveilError, match=said), cluster(job, [1]) as done:
+        with pytest.raises(GradveilError, match=problem), cluster(job, [1]) as done:
             next(done)
     assert not bridges(os.getpid())
 
 
-def test_another_engine_finishes_what_a_lost_cluster_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_cluster_raises_and_another_engine_finishes_the_audit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
 
     def lose() -> bool:
@@ -165,13 +165,13 @@ def test_another_engine_finishes_what_a_lost_cluster_began(tmp_path: Path, monke
 
     with pytest.raises(GradveilError, match=LOST) as error:
         audited(tmp_path / "lost", Cluster(site(open_experiment(SMALL), None), RAYS), Killing(lose))
-    assert "give the same command again" in str(error.value)
+    assert "run the same command again" in str(error.value)
     assert not bridges(os.getpid())
     display = Silent()
     assert audited(tmp_path / "lost", in_process, display) == audited(tmp_path / "here", in_process, Silent())
 
 
-def test_an_interrupt_leaves_no_ray_behind_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_interrupted_audit_ends_ray_and_prints_the_command_to_resume(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(
         'name = "small"\ntarget_clients = 2\nattacks = ["ig(iterations=4)", "ig(iterations=20000)"]\n'
         'data = { name = "faces", size = 16 }\nmodel = { name = "lenet-zhu" }\n'
@@ -193,9 +193,9 @@ def test_an_interrupt_leaves_no_ray_behind_and_says_how_to_go_on(tmp_path: Path)
             time.sleep(0.1)
         (session,) = bridges(process.pid)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=100)
+        _, errors = process.communicate(timeout=100)
         assert process.returncode == 130
-        assert "To go on, run the same command again:\n  gradveil audit small.toml --engine ray" in said.decode()
+        assert "To go on, run the same command again:\n  gradveil audit small.toml --engine ray" in errors.decode()
         assert gone(session)
     finally:
         process.kill()

@@ -1,4 +1,4 @@
-"""Tasks done in this process, and what a worker makes of a site."""
+"""Tasks in this process, and the sites of workers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 
 from gradveil.core.errors import fail
 from gradveil.runs.messages import read, write
-from gradveil.runs.task import Job, Parcel, Site, Tell, Work, arrive, in_process
+from gradveil.runs.task import Job, Parcel, Report, Site, Work, arrive, in_process
 
 
 def doubling(setting: Mapping[str, Any]) -> Work:
     """Work that doubles a number and repeats bytes; odd ones are refused, 7 breaks."""
 
-    def work(order: Parcel, tell: Tell) -> Parcel:
+    def work(order: Parcel, report: Report) -> Parcel:
         number = order.facts["number"]
-        tell(Parcel({"begun": number}))
+        report(Parcel({"begun": number}))
         if number == 7:
             raise ZeroDivisionError("seven")
         if number % 2:
@@ -37,22 +37,22 @@ def breaking(_: Mapping[str, Any]) -> Work:
     raise OSError("no disk")
 
 
-def test_tasks_are_done_in_order_and_news_is_heard() -> None:
-    heard: list[tuple[int, Any]] = []
+def test_in_process_does_every_task_and_reports_progress() -> None:
+    progress: list[tuple[int, Any]] = []
 
     def order(task: int) -> Parcel:
         if task == 4:
             raise fail("4.json", "is damaged", "remove it")
         return Parcel({"number": task}, b"ab")
 
-    job = Job(doubling({"times": 2}), order, lambda task, news: heard.append((task, news.facts["begun"])))
+    job = Job(doubling({"times": 2}), order, lambda task, parcel: progress.append((task, parcel.facts["begun"])))
     with in_process(job, [2, 3, 4, 7, 6]) as done:
-        found = dict(done)
-    assert found[2] == Parcel({"twice": 4}, b"abab")
-    assert [found[task] for task in (3, 4)] == ["number: is 3 -> give an even one", "4.json: is damaged -> remove it"]
-    assert re.fullmatch(r"ZeroDivisionError: seven \(test_tasks_in_process\.py, line \d+\)", str(found[7]))
-    assert isinstance(found[6], Parcel)
-    assert heard == [(2, 2), (3, 3), (7, 7), (6, 6)]
+        results = dict(done)
+    assert results[2] == Parcel({"twice": 4}, b"abab")
+    assert [results[task] for task in (3, 4)] == ["number: is 3 -> give an even one", "4.json: is damaged -> remove it"]
+    assert re.fullmatch(r"ZeroDivisionError: seven \(test_tasks_in_process\.py, line \d+\)", str(results[7]))
+    assert isinstance(results[6], Parcel)
+    assert progress == [(2, 2), (3, 3), (7, 7), (6, 6)]
 
 
 def test_a_site_is_opened_by_its_name() -> None:
@@ -62,7 +62,7 @@ def test_a_site_is_opened_by_its_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("opener", "told"),
+    ("opener", "problem"),
     [
         (f"{__name__}:refusing", "data: are not here -> bring them"),
         (f"{__name__}:breaking", "OSError: no disk"),
@@ -70,19 +70,19 @@ def test_a_site_is_opened_by_its_name() -> None:
         (f"{__name__}:nothing", "AttributeError"),
     ],
 )
-def test_a_site_that_cannot_be_opened_says_why(opener: str, told: str) -> None:
-    found = arrive(Site(opener, {}), 1)
-    assert isinstance(found, str)
-    assert told in found
+def test_arrive_site_that_cannot_be_opened_returns_the_reason(opener: str, problem: str) -> None:
+    reason = arrive(Site(opener, {}), 1)
+    assert isinstance(reason, str)
+    assert problem in reason
 
 
-def test_parcels_cross_a_pipe_and_one_cut_off_is_none() -> None:
+def test_messages_round_trip_and_truncated_ones_are_none() -> None:
     pipe = io.BytesIO()
-    write(pipe, "told", Parcel({"loss": float("inf"), "name": "ü\n"}, b"\n\x00x"))
+    write(pipe, "progress", Parcel({"loss": float("inf"), "name": "ü\n"}, b"\n\x00x"))
     write(pipe, "done", Parcel({}))
     whole = pipe.getvalue()
     reader = io.BytesIO(whole)
-    assert read(reader) == ("told", Parcel({"loss": float("inf"), "name": "ü\n"}, b"\n\x00x"))
+    assert read(reader) == ("progress", Parcel({"loss": float("inf"), "name": "ü\n"}, b"\n\x00x"))
     assert read(reader) == ("done", Parcel({}))
     assert read(reader) is None
     first = len(whole) - len(whole.splitlines(keepends=True)[-1])

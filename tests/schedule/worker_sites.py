@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from gradveil.runs.task import Parcel, Tell, Work
+from gradveil.runs.task import Parcel, Report, Work
 
 
 def deadly(setting: Mapping[str, Any]) -> Work:
-    """Work that tells what it was given, and kills its own process where a task says so and has not done it before."""
+    """Work that reports its order's bytes, and kills its own process as often as the setting demands for the task."""
     print("a line that must not reach the messages")
 
-    def work(order: Parcel, tell: Tell) -> Parcel:
+    def work(order: Parcel, report: Report) -> Parcel:
         number, marks = order.facts["number"], Path(setting["marks"])
-        tell(Parcel({"threads": torch.get_num_threads()}, order.data))
+        report(Parcel({"threads": torch.get_num_threads()}, order.data))
         kills = len(list(marks.glob(f"{number}-*")))
         if kills < setting["kills"].get(str(number), 0):
             (marks / f"{number}-{kills}").touch()

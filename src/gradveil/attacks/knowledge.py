@@ -73,6 +73,15 @@ class Knowledge:
         if self.classes < 2:
             raise fail("knowledge.classes", f"is {self.classes}", "give at least 2")
 
+    def __repr__(self) -> str:
+        """Name the facts; of tensors their shapes, of granted values that they are granted."""
+        treated = ", ".join(f"{name}: {type(how).__name__.lower()}" for name, how in self.tensors.items())
+        labels = "unknown" if self.targets is None else str([*self.targets.shape])
+        public = "none" if self.public is None else f"{len(self.public.targets)} examples"
+        shape = " x ".join(map(str, self.space.shape))
+        facts = f"{type(self.space).__name__} of {shape}, {self.classes} classes, labels {labels}, public {public}"
+        return f"Knowledge({facts}, tensors {{{treated}}})"
+
     def how(self, name: str, number: int = 0) -> How:
         """Return the treatment of a named tensor in an observed round (numbered from 0).
 

@@ -38,6 +38,13 @@ class Observation:
     since: int = 0
     """Rounds of the training before round 0."""
 
+    def __repr__(self) -> str:
+        """Name the round, the clients and the sizes of what was seen."""
+        count, numbers = len(self.update), sum(value.numel() for value in self.params.values())
+        heard = f", {len(self.messages)} messages" if self.messages else ""
+        whose = f"{len(self.target_clients)} target clients of {self.examples} examples"
+        return f"Observation(round {self.round}, {whose}, {count} tensors of {numbers:,} parameters{heard})"
+
     def believed(self, client: Client) -> Client:
         """Return the simulated client of this round: at its point of a schedule, with the round's messages."""
         client = scheduled(client, self.since + self.round)

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any, cast
 
 import torch
@@ -22,11 +23,22 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.attacks.closed_form.first_layer import Analytic
+from gradveil.attacks.closed_form.layer_by_layer import Recursive
+from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.knowledge import Knowledge, Known
+from gradveil.attacks.learned import Learned
 from gradveil.attacks.protocol import Active, Attack, CanRefuse, Observation, Prospect, Reconstruction
 from gradveil.audit.argument_checks import answer, class_names, declared, model_problems, prepared, wrong_arguments
-from gradveil.audit.attack_selection import aim, attacks_against, is_adaptive, stands_for_many, without_aim
-from gradveil.audit.audit_run import describe, run
+from gradveil.audit.attack_selection import (
+    aim,
+    attacks_against,
+    auto_budget,
+    is_adaptive,
+    stands_for_many,
+    without_aim,
+)
+from gradveil.audit.audit_run import describe, run, title
 from gradveil.audit.display import Screen
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.findings import Findings, findings, print_outcome
@@ -39,6 +51,7 @@ from gradveil.audit.trial import sharing
 from gradveil.audit.verdict import Verdict
 from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError, Problem, refuse
+from gradveil.core.formatting import number, plural
 from gradveil.core.given_objects import named
 from gradveil.core.noise import Key
 from gradveil.core.space import Space
@@ -47,6 +60,7 @@ from gradveil.core.types import Batch, Domain, Loss
 from gradveil.data import Dataset
 from gradveil.data.pixel_range import Bounds, pixel_statistics
 from gradveil.defences import Defence, parse
+from gradveil.federated.training_setup import device_problems
 from gradveil.metrics import label_accuracy
 from gradveil.nn.module_paths import count_classes
 from gradveil.spaces import ImageSpace
@@ -56,16 +70,18 @@ _ARGUMENTS = {"client[0].batch": "client_batch", "seeds[0]": "seed", "model.prep
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """The outcome of an audit. `print(result)`, or a notebook, shows the verdict and one row per defence."""
+    """The outcome of an audit. `print(result)` shows the verdict and one row per defence, a notebook pictures too."""
 
     trials: list[Trial]
     path: Path
     """The run directory; a temporary one is removed together with the result."""
     write_report: Callable[[Path, Path], Path]
+    draw_figure: Callable[..., Any]
     config: Mapping[str, Any]
     """Every setting of the run."""
     warnings: tuple[str, ...] = ()
     """What the attacks of this run leave out: an image that comes back in closed form."""
+    as_html: Callable[[Result], str] | None = None
 
     @property
     def findings(self) -> Findings:
@@ -90,18 +106,31 @@ class Result:
         """Write the report as one HTML file, by default into the run directory; return its path."""
         return self.write_report(self.path, Path(path) if path else self.path / "report.html")
 
+    def plot(self, kind: str = "grid", **choices: Any) -> Any:
+        """Draw a figure for a paper and return it as a matplotlib Figure, which a notebook shows.
+
+        `kind` is grid, pareto, curve or layers; the choices are those of `gradveil.report.figures.draw_figure`: `ax`,
+        `out`, `metric`, `against`, `defences`, `attacks`, `targets`, `order`, `labels`, `headers`, `title`, `size`,
+        `font`, `dpi`. It needs the extra `plot`.
+        """
+        return self.draw_figure([self.path], kind, **choices)
+
     def __str__(self) -> str:
-        """Render the verdict, its table, the remarks and the warnings."""
-        console = Console(width=120, color_system=None, markup=False)
+        """Render the verdict, its table and what limits it, as wide as the terminal."""
+        console = Console(width=min(120, get_terminal_size((100, 24)).columns), force_terminal=True, color_system=None)
         with console.capture() as capture:
-            print_outcome(console, self.findings, self.config)
-            for warning in self.warnings:
-                console.print(f"Warning: {warning}", markup=False)
-        return capture.get()
+            print_outcome(console, self.findings, self.config, warnings=self.warnings, more=_MORE)
+        return capture.get().rstrip()
 
     def __repr__(self) -> str:
-        """Show the same where a notebook shows a value."""
-        return str(self)
+        """Name the verdict and the run directory in a line."""
+        return f"Result({self.verdict!r}, trials={len(self.trials)}, path={str(self.path)!r})"
+
+    def _repr_html_(self) -> str | None:
+        return None if self.as_html is None else self.as_html(self)
+
+
+_MORE = "More: result.report() writes a page with pictures, reasons and definitions; result.summary() has each trial."
 
 
 def audit_model(
@@ -112,6 +141,8 @@ def audit_model(
     attacks: Sequence[str | Attack],
     *,
     write_report: Callable[[Path, Path], Path],
+    as_html: Callable[[Result], str] | None = None,
+    draw_figure: Callable[..., Any],
     client_batch: int = 1,
     bounds: Bounds = None,
     mean: Sequence[float] | None = None,
@@ -151,6 +182,9 @@ def audit_model(
         "target_clients": 1,
         **settings,
     }
+    if "budget" not in settings:
+        iterations = settings.get("iterations")
+        raw["budget"] = auto_budget(tried, iterations if isinstance(iterations, int) else None)
     problems += list(_wrong_settings(raw, {problem.where for problem in problems}))
     if sound:
         model, done, changed = prepared(model, batch, loss, prepare)
@@ -165,7 +199,8 @@ def audit_model(
     experiment = unobstructed(experiment)
     if any(isinstance(attack, str) and is_adaptive(attack) for attack in attacks):
         experiment, _ = widened(experiment)
-    return _run(experiment, out, write_report, progress)
+    make = partial(Result, write_report=write_report, draw_figure=draw_figure, as_html=as_html)
+    return _run(experiment, out, make, progress)
 
 
 def _spelled_out(
@@ -220,7 +255,8 @@ def _attack(settings: Mapping[str, Any], text: str) -> Attack:
 def _wrong_settings(raw: Mapping[str, Any], told: Collection[str]) -> Iterator[Problem]:
     """Check the settings, and name what is wrong as the caller named it; what was told is not told again."""
     try:
-        resolve(raw, names=False)
+        config = resolve(raw, names=False)
+        yield from device_problems(config.device, config.precision)
     except GradveilError as error:
         found = (replace(p, where=_ARGUMENTS.get(p.where, p.where)) for p in error.problems)
         yield from (problem for problem in found if problem.where not in told)
@@ -231,27 +267,25 @@ def _copies(model: nn.Module) -> Callable[[int], nn.Module]:
     return lambda _: copy.deepcopy(model)
 
 
-def _run(
-    experiment: Experiment, out: Path | str | None, write_report: Callable[[Path, Path], Path], progress: bool | None
-) -> Result:
+def _run(experiment: Experiment, out: Path | str | None, make: Callable[..., Result], progress: bool | None) -> Result:
     folder = Path(tempfile.mkdtemp(prefix="gradveil-") if out is None else out)
     warnings = tuple(str(problem) for problem in closed_forms(experiment, called=True))
     shared = sharing(experiment)
     info = describe(
         experiment.config, experiment.config.target_clients, "gradveil.audit(...)", sharing=shared, warnings=warnings
     )
-    shown = sys.stderr.isatty() if progress is None else progress
+    shown = sys.stderr.isatty() or "ipykernel" in sys.modules if progress is None else progress
     with ExitStack() as undo:
         if out is None:  # whatever stops the run, an interrupt too: the temporary folder holds private images
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
         with (
             _one_thread(experiment.config.device),
-            Screen(Console(stderr=True, quiet=not shown, markup=False)) as screen,
+            Screen(Console(stderr=True, quiet=not shown, markup=False), title(experiment)) as screen,
             Store(folder).open(info) as store,
         ):
             run(experiment, store, screen, experiment.config.target_clients)
         done = load_run(folder)
-        result = Result(done.trials, folder, write_report, done.info["config"], warnings)
+        result = make(done.trials, folder, config=done.info["config"], warnings=warnings)
         undo.pop_all()
     if out is None:
         weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)
@@ -301,28 +335,67 @@ def _datasets(
     return wrapped("batch", batch), None if public is None else wrapped("public", public), facts
 
 
-"""Side of the smallest images that SSIM compares."""
-
-
 @dataclass(frozen=True, eq=False)
 class Inverted:
-    """What an attack made of one update."""
+    """The outcome of an attack on one update. `print(found)` shows it in a few lines, a notebook with its pictures."""
 
     images: Tensor
     """[B, C, H, W] the reconstructions as pixels in [0, 1]."""
     labels: Tensor
-    """[B] class numbers: those that were given, or that the attack read off the update."""
+    """[B] class numbers: those that were given, or that the attack restored from the update."""
     objective: float
     """The attacker's own objective at its answer: 0 explains the update fully."""
     reconstruction: Reconstruction
     """All that the attack said: statuses, restarts, inputs in the model's own space."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """Means over the images of mse, psnr and ssim, with true labels the label accuracy; empty without a truth."""
+    restored: bool = False
+    """Whether the attack restored the labels from the update, since none were given."""
+    truth: Tensor | None = None
+    """[B, C, H, W] the true images as pixels, if they were given."""
+    as_html: Callable[[Inverted], str] | None = None
 
     @property
     def status(self) -> str:
         """How the attack ended: converged, stalled, budget or diverged."""
         return self.reconstruction.status[0]
+
+    @property
+    def iterations(self) -> int:
+        """The iterations of the best restart."""
+        return int(self.reconstruction.iterations[0])
+
+    @property
+    def verdict(self) -> str:
+        """Whether the images are recovered, in a few words; without a truth nobody knows."""
+        if "ssim" not in self.metrics:
+            return "no truth to compare with"
+        ssim, psnr = self.metrics["ssim"], self.metrics["psnr"]
+        return f"{'' if ssim > _RECOVERED else 'not '}recovered, SSIM {ssim:.2f}, PSNR {psnr:.1f} dB"
+
+    def __str__(self) -> str:
+        """Render the outcome in a few lines."""
+        count, *shape = self.images.shape
+        labels = ", ".join(str(label) for label in self.labels.tolist()[:_FEW]) + (", …" if count > _FEW else "")
+        how = "restored from the update" if self.restored else "given, or found with the images"
+        ended = f"objective {number(self.objective)} after {plural(self.iterations, 'iteration')} ({self.status})"
+        return (
+            f"{plural(count, 'image')} of {' x '.join(map(str, shape))}: {self.verdict}; {ended}.\n"
+            f"Labels: {labels} ({how}).\n"
+            "To see them: .images are pixels [B, C, H, W]; a notebook shows them."
+        )
+
+    def __repr__(self) -> str:
+        """Name the outcome in a line."""
+        shape = " x ".join(map(str, self.images.shape))
+        return f"Inverted(images [{shape}], {self.verdict}, objective {number(self.objective)}, {self.status})"
+
+    def _repr_html_(self) -> str | None:
+        return None if self.as_html is None else self.as_html(self)
+
+
+_RECOVERED, _FEW = 0.5, 10
+"""SSIM above which an image counts as recovered; labels that are printed at most."""
 
 
 def invert_update(
@@ -332,6 +405,7 @@ def invert_update(
     labels: Tensor | Sequence[int] | None,
     loss: Loss,
     *,
+    as_html: Callable[[Inverted], str] | None = None,
     examples: int | None = None,
     shape: tuple[int, int, int] | None = None,
     bounds: Bounds = None,
@@ -359,6 +433,7 @@ def invert_update(
     refuse(problems)
     assert shape is not None
     (chosen,), (protection,) = made.values(), against.values()
+    chosen, restored = (chosen, False) if given is not None else _without_labels(chosen)
     like = next(iter(update.values()))
     blank = torch.zeros(examples, *shape, dtype=like.dtype)
     refuse(model_problems(model, (blank, torch.zeros(examples, dtype=torch.long)), loss, examples, prepare=False))
@@ -380,7 +455,18 @@ def invert_update(
     if true_inputs is not None:
         truth_views = space.view(true_inputs.detach().to(images))
         metrics = _scores(space, images, found.targets, truth_views, true_labels)
-    return Inverted(images, found.targets[0].detach(), float(found.objective[0]), found, metrics)
+    labels_of = found.targets[0].detach()
+    views = None if true_inputs is None else space.view(true_inputs.detach().cpu().float())
+    return Inverted(images, labels_of, float(found.objective[0]), found, metrics, restored, views, as_html)
+
+
+def _without_labels(attack: Attack) -> tuple[Attack, bool]:
+    """Let an attack that is given the labels restore them from the update, if it can; return whether it does."""
+    if told(attack)["targets"] != "known":
+        return attack, told(attack)["targets"] == "infer"
+    if isinstance(attack, Inversion | Learned | Analytic | Recursive):
+        return replace(attack, labels="restore"), True
+    return attack, False
 
 
 def _wrong(
@@ -428,8 +514,8 @@ def _unfit(attack: Attack, client: Client, knowledge: Knowledge, examples: int) 
         what = "changes the model before an update is made, and this one is there already"
         yield Problem(where, what, "give the changed model and an attack that only looks, or use gradveil.audit")
     if told(attack)["targets"] == "known" and knowledge.targets is None:
-        what = "is told the labels, and none are given"
-        yield Problem(where, what, "give labels=[...], or let it find them: ig(labels=restore)")
+        what = "needs the labels, and none are given"
+        yield Problem(where, what, "give labels=[...], or choose an attack that restores them: ig(labels=restore)")
     for pattern, how in knowledge.tensors.items():
         if isinstance(how, Known) and how.value is None:
             what = f"is told the true values of '{pattern}', which nobody here knows"

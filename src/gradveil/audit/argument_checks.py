@@ -21,6 +21,7 @@ from gradveil.core.user_code import users
 from gradveil.nn import surgery
 from gradveil.nn.check import check
 from gradveil.nn.check.static import batch_problems, target_problems
+from gradveil.nn.model_outputs import adopted
 from gradveil.nn.module_paths import called, count_classes
 
 _STATUSES = get_args(Status)
@@ -241,7 +242,8 @@ def _are_numbers(value: Any) -> bool:
 def prepared(
     model: nn.Module, batch: tuple[Tensor, Tensor], loss: Loss, wanted: bool
 ) -> tuple[nn.Module, list[str], list[Problem]]:
-    """Replace in a copy what cannot be attacked, where that is wanted; return it with the changes and the problems."""
+    """Adopt a model; replace in a copy what cannot be attacked, if wanted. Return it with changes and problems."""
+    model = adopted(model, batch[0][:_FEW])
     if not wanted:
         return model, [], []
     try:
@@ -251,6 +253,9 @@ def prepared(
     except FOREIGN:
         return model, [], []  # The check of the model makes such a copy too, and says why there can be none.
     return net, done, []
+
+
+_FEW = 4
 
 
 def model_problems(

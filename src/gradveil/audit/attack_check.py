@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -75,6 +76,23 @@ class Health:
         """The reasons why a low rate may not be the defence's doing."""
         return self.reasons if self.state in ("under-optimised", "suspect") else ()
 
+    @property
+    def words(self) -> str:
+        """The state with the first clause of its first reason."""
+        return f"{self.label}, {_clause(self.reasons[0])}" if self.doubts else self.label
+
+
+def _clause(reason: str) -> str:
+    """Cut a reason after its first clause, which says what happened; the rest has numbers and advice.
+
+    >>> _clause("its objective did not fall (1 at the start, 0.9 at the end), which strong noise can cause too")
+    'its objective did not fall'
+    """
+    return _END_OF_CLAUSE.split(reason, maxsplit=1)[0]
+
+
+_END_OF_CLAUSE = re.compile(r": | \(|, so ")
+
 
 def examine(row: Row, rows: Sequence[Row]) -> Health:
     """Check the attack of a trial against the other trials of its run.
@@ -98,6 +116,8 @@ def examine(row: Row, rows: Sequence[Row]) -> Health:
         ]
     if found:
         return Health("suspect", tuple(found))
+    if row.budget_share is not None and _side(row) == "unknown":
+        return Health("under-optimised", (f"{_stopped(row)}, and its objective at the true images is not known",))
     if identifies(row):  # the update singles images out, whatever else fits it
         return Health("effective")
     return Health("ambiguous", (_misled(row),)) if _side(row) == "below" else Health("converged")
@@ -177,10 +197,18 @@ def _short(row: Row) -> str:
         more = "its equations do not hold for what was sent, or leave too much open: a search"
     else:
         more = "more epochs or public images" if row.method == "learned" else "more iterations or restarts"
+    if row.budget_share is not None:
+        return (
+            f"{_stopped(row)}, before it reached the objective of the true images ({_compared(row)}): {more} may help"
+        )
     return (
         f"it did not reach the objective that the true images have ({_compared(row)}): "
         f"{more} may do better, so do not read this as protection"
     )
+
+
+def _stopped(row: Row) -> str:
+    return f"the budget stopped it at {percent(row.budget_share)} of its iterations"
 
 
 def _misled(row: Row) -> str:

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, NamedTuple
 
-from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.attacks.attack_catalogue import ALL_ATTACKS, make_attack
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.knowledge import Known
 from gradveil.attacks.learned import Learned
 from gradveil.attacks.protocol import Active, Attack
-from gradveil.audit.audit_config import RunConfig
+from gradveil.audit.audit_config import AUTO, RunConfig
 from gradveil.core.errors import GradveilError
 from gradveil.core.user_code import users
 from gradveil.defences import entries, parse
@@ -244,6 +244,27 @@ def attacks_against(attacks: Iterable[str], defence: str, *, public: bool = True
             if make_name(aimed) not in known and (public or not _needs_public(aimed)):
                 known.add(make_name(aimed))
                 yield aimed
+
+
+_LENGTHS = frozenset({"iterations", "epochs"})
+
+
+def open_ended(text: str, iterations: int | None) -> bool:
+    """Whether neither an attack's text nor its run says how long it searches or learns: it takes what its authors used.
+
+    >>> open_ended("ig", None), open_ended("ig", 500), open_ended("ig(iterations=9)", None), open_ended("learned", 500)
+    (True, False, False, True)
+    """
+    name, _, inner = text.partition("(")
+    entry = ALL_ATTACKS.get(name.strip())
+    takes = _LENGTHS & {argument.name for argument in entry.arguments} if entry else _LENGTHS & set()
+    said = {part.partition("=")[0].strip() for part in inner.split(",")}
+    return bool(takes) and not takes & said and (iterations is None or "iterations" not in takes)
+
+
+def auto_budget(attacks: Iterable[str], iterations: int | None) -> str | None:
+    """Return the default budget of a run with these attacks: `auto` where one of them sets no length of its own."""
+    return AUTO if any(stands_for_many(text) or open_ended(text, iterations) for text in attacks) else None
 
 
 def is_adaptive(text: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from gradveil.core.formatting import plural
 from gradveil.federated.training_config import (
@@ -27,12 +27,13 @@ class ClientConfig(Section):
     """One kind of client: how many examples its update is made from, and how it trains."""
 
     batch: Count = 1
-    """Examples of each client."""
+    """Examples per client."""
     members: Count = 1
-    """Clients whose updates are summed before the server sees them; each has `batch` examples."""
+    """Clients in an aggregation group: the server sees only their sum."""
     local: LocalConfig | None = None
+    """Local training. None: one gradient."""
     trainable: Annotated[list[str], Field(min_length=1)] | None = None
-    """Patterns of the parameters that are trained and sent; None for all."""
+    """Patterns of the parameters that are trained and sent. None: all."""
 
     @property
     def title(self) -> str:
@@ -73,18 +74,23 @@ class PrivacyConfig(Section):
     steps: Count
     """Noisy sums in the whole training: steps of DP-SGD, or rounds of `user-dp`."""
     rate: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the examples (of the clients) that is in each sum."""
+    """Share of the examples (for `user-dp`: of the clients) in each sum."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    """δ of the reported ε. Choose it well below one over the number of examples."""
     sampling: Literal["poisson", "shuffled"] = "poisson"
-    """`poisson`: each is in a sum with probability `rate`; `shuffled`: batches of fixed size, not amplified."""
+    """`poisson`: each example is in a sum with probability `rate`. `shuffled`: batches of fixed size, without
+    amplification."""
     accountant: Literal["pld", "rdp"] = "pld"
+    """`pld` is nearly exact; most papers report `rdp`."""
 
     def build(self) -> Participation:
         """Return what the accountant is asked about."""
         return Participation(**self.model_dump())
 
 
-BUDGET = r"^\s*\d+(\.\d+)?\s*[smh]?\s*$"
+AUTO = "auto"
+"""The budget that is the default from Python and for custom models: a few minutes for the whole run."""
+BUDGET = rf"^\s*({AUTO}|\d+(\.\d+)?\s*[smh]?)\s*$"
 """How a budget is written."""
 
 
@@ -92,10 +98,13 @@ class ObservedConfig(Section):
     """Recorded updates to attack instead of simulated ones, and which of them."""
 
     folder: Name
-    """Where they were recorded: what `gradveil train --record`, a `Recorder` or the Flower mod wrote."""
+    """Folder with recorded updates, from `gradveil train --record`, an `UpdateRecorder` or the Flower mod."""
     runs: Annotated[list[str], Field(min_length=1)] | None = None
+    """Runs to attack. None: all."""
     rounds: Annotated[list[int], Field(min_length=1)] | None = None
+    """Rounds to attack. None: all."""
     clients: Annotated[list[str], Field(min_length=1)] | None = None
+    """Clients to attack. None: all."""
 
 
 class CostPlan(Rounds):
@@ -106,6 +115,7 @@ class CostPlan(Rounds):
     """
 
     rounds: Count = 20
+    """Number of rounds."""
     images: Count | None = None
     """How many training images are read and dealt to the clients; None for all."""
     delta: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -138,45 +148,58 @@ class RunConfig(Section):
     """A run: every client, defended by every defence, attacked by every attack, with every seed."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the run; its directory is `runs/NAME`."""
     data: DataConfig
+    """The images."""
     model: ModelConfig
+    """The model."""
     client: Annotated[list[ClientConfig], Field(min_length=1)] = Field(default=[ClientConfig()])
+    """One kind of client, or a list of kinds that are attacked separately."""
     defences: Annotated[list[Name], Field(min_length=1)] = Field(default=["none"])
+    """Defences, or a paper's table: `PAPER/TABLE`."""
     attacks: Annotated[list[Name], Field(min_length=1)]
+    """Attacks; `adaptive` and `malicious` expand to those registered for each defence."""
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = Field(default=[0])
+    """Seeds; every trial runs with every seed."""
     target_clients: Count = 32
+    """Number of clients to attack."""
     first_target_client: Annotated[int, Field(ge=0)] = 0
+    """Index of the first target client, in the order of the data."""
     threshold: Annotated[float, Field(gt=-1, lt=1)] = 0.5
     """SSIM above which an image counts as recovered."""
     rounds: Count = 1
-    """Rounds that the attacker watches. The targets are the clients of one federation, every one in every round, each
-    with the same examples; the last round is the one that `attack(rounds=last)` looks at."""
+    """Rounds that the attacker observes. Every target client takes part in every round with the same examples."""
     server_lr: Annotated[float, Field(ge=0)] | None = None
-    """What the mean update is multiplied by between rounds; None for 1 (local training) or 0.1 (gradients)."""
+    """Factor on the mean update between rounds. None: 1 for local training, 0.1 for gradients."""
     lpips: Literal["alex", "vgg"] | None = None
-    """Score LPIPS with this network too (needs the extra `perceptual`); None leaves it out."""
+    """Network of the LPIPS score (needs the extra `perceptual`). None: no LPIPS."""
     metrics: list[Name] = Field(default=[])
-    """More scores of each reconstruction, by name (`ssim_rescaled`), of an installed package, or `pkg.module:name`."""
+    """Further scores: `ssim_rescaled`, a metric of an installed package, or `pkg.module:name`."""
     iterations: Count | None = None
-    """Iterations of every attack whose own text does not say it; None for what the attack's authors used."""
+    """Iterations of every attack that does not set its own. None: as in the attack's paper."""
     restarts: Count | None = None
+    """Restarts of every attack that does not set its own."""
     budget: Annotated[str, Field(pattern=BUDGET)] | None = None
-    """What all attacks on one defence may spend together: target-iterations (64000) or working time (90s, 10m, 2h)."""
+    """Budget of all attacks on one defence together: target-iterations (64000) or time (90s, 10m, 2h). `auto`: a few
+    minutes for the whole run, spent by attacks that set no iterations of their own; `none`: no limit."""
     privacy: PrivacyConfig | None = None
-    """The planned training, for the epsilons of `dp`, `fed-cdp` and `user-dp` in the report; None tells none."""
+    """The planned training, for the ε of `dp`, `fed-cdp` and `user-dp` in the report."""
     observed: ObservedConfig | None = None
-    """Attack these recorded updates; model, client and defences are then what the attackers believe."""
+    """Recorded updates to attack instead of simulated ones. Model, client and defences are then assumptions of the
+    attacks."""
     train: TrainPlan | None = None
-    """Train with every defence first, and attack the clients of that training; None attacks initial weights."""
+    """Train with every defence first, and attack the clients of that training. Used with `--train`."""
     cost: CostPlan | None = None
     """Train with every defence as well, for its cost in accuracy; None leaves accuracy unknown. `train` measures it
     anyway."""
     control: bool = True
-    """Where no undefended client is asked for, attack a few without a defence too: they show that the attacks work."""
+    """Add a short undefended control if no defence is `none`: it shows that the attacks work."""
     images: bool = True
-    """Keep truths and reconstructions, which are private images; False keeps scores only."""
+    """Keep ground truths and reconstructions, which are private images. False: keep scores only."""
     precision: Literal["float32", "float64"] = "float32"
+    """Floating-point precision."""
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?|mps)$")] = "cpu"
+    """cpu, cuda, cuda:1 or mps."""
 
     @property
     def stages(self) -> list[int | None]:
@@ -187,6 +210,11 @@ class RunConfig(Section):
     def trainings(self) -> CostPlan | None:
         """The plan of the run's trainings, whether their clients are attacked or not; None without any."""
         return self.train or self.cost
+
+    @field_validator("budget", mode="before")
+    @classmethod
+    def _no_budget(cls, value: Any) -> Any:
+        return None if isinstance(value, str) and value.strip().lower() == "none" else value
 
     @model_validator(mode="before")
     @classmethod

@@ -22,10 +22,11 @@ from gradveil.attacks.closed_form.layer_by_layer import Recursive
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.malicious.planted_block import Planting
 from gradveil.attacks.protocol import Attack, Progress
-from gradveil.audit.attack_selection import TrialAddress, target_clients, trials
-from gradveil.audit.audit_config import ClientConfig, RunConfig
-from gradveil.audit.budgets import Plan, Plans, read_budget, read_plans, restarts_worth, write_plan
+from gradveil.audit.attack_selection import TrialAddress, open_ended, target_clients, trials
+from gradveil.audit.audit_config import AUTO, ClientConfig, RunConfig
+from gradveil.audit.budgets import AUTO_SECONDS, Plan, Plans, read_budget, read_plans, restarts_worth, write_plan
 from gradveil.audit.experiment import Experiment
+from gradveil.audit.grants import told
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.recorded.recorded_attack import recover_observed, score_observed
 from gradveil.audit.run_directory import Store, Trial
@@ -33,13 +34,14 @@ from gradveil.audit.score import TrialNames, failure, score
 from gradveil.audit.sources import Source
 from gradveil.audit.trial import Recovered, merge, recover, sharers_of
 from gradveil.core.errors import GradveilError, Problem
+from gradveil.core.formatting import duration, listing
 from gradveil.core.freed_memory import keep_freed_memory
 from gradveil.core.user_code import code_of
 from gradveil.defences import entries
 from gradveil.federated.training_setup import refuse_other_images
 from gradveil.nn.weight_files import fingerprint
 from gradveil.runs.run_folder import described
-from gradveil.runs.task import Job, Parcel, Scheduler, Site, Tell, Work, in_process
+from gradveil.runs.task import Job, Parcel, Report, Scheduler, Site, Work, in_process
 
 
 def expected_work(experiment: Experiment) -> dict[str, float]:
@@ -53,16 +55,16 @@ def expected_work(experiment: Experiment) -> dict[str, float]:
     config = experiment.config
     known: dict[str, float | None] = {}
     for trial in trials(config):
-        rows = _row_iterations(experiment.attacks[trial.attack], config, sharers_of(experiment, trial))
+        rows = _row_iterations(experiment.attacks[trial.attack], trial.attack, config, sharers_of(experiment, trial))
         share = trial.clients(config.target_clients) / config.target_clients
         known[trial.id] = None if rows is None else rows * pass_cost(config.client[trial.client]) * share
         if trial.meeting in experiment.unfit:
             known[trial.id] = 0.0
-    usual = fmean(told) if (told := [work for work in known.values() if work]) else 1.0
+    usual = fmean(counted) if (counted := [work for work in known.values() if work]) else 1.0
     return {name: usual if work is None else work for name, work in known.items()}
 
 
-def _row_iterations(attack: Attack, config: RunConfig, attackers: int) -> float | None:
+def _row_iterations(attack: Attack, text: str, config: RunConfig, attackers: int) -> float | None:
     """Count the iterations of all restarts of one target; a budget in time is taken to be spent, whatever it buys."""
     if isinstance(attack, Analytic | Planting | Recursive):
         return 0.0
@@ -71,6 +73,8 @@ def _row_iterations(attack: Attack, config: RunConfig, attackers: int) -> float 
     own = attack.descent.iterations * restarts_worth(attack)
     if config.budget is None:
         return own
+    if config.budget == AUTO:  # what seconds buy is not known before
+        return None if open_ended(text, config.iterations) else own
     budget = read_budget(config.budget)
     if budget.unit == "seconds":
         return 1.0
@@ -134,7 +138,7 @@ def working(experiment: Experiment) -> Work:
     """Return the work of a run whose experiment is open."""
     addresses = {address.id: address for address in trials(experiment.config)}
 
-    def work(order: Parcel, tell: Tell) -> Parcel:
+    def work(order: Parcel, tell: Report) -> Parcel:
         def settle(name: str, plan: Plan) -> None:
             tell(Parcel({"plan": name, "settled": plan}))
 
@@ -163,6 +167,17 @@ def recovered(parcel: Parcel) -> Recovered:
 
 
 _PACKAGES = ("torch", "numpy", "scipy", "safetensors", "scikit-image", "scikit-learn", "torchmetrics", "pydantic")
+
+
+def title(experiment: Experiment) -> str:
+    """Say in a few words what a run attacks, for its first line of progress."""
+    config = experiment.config
+    clients = listing(dict.fromkeys(client.words for client in config.client))
+    known = {told(attack)["targets"] == "known" for attack in experiment.attacks.values()}
+    labels = f", labels {'known' if all(known) else 'unknown'}" if len(known) == 1 else ""
+    budget = "" if config.budget is None else f", budget {config.budget} per defence"
+    budget = f", about {duration(AUTO_SECONDS)} of computing" if config.budget == AUTO else budget
+    return f"{config.model.name} on {config.data.name}, {clients}{labels}{budget}"
 
 
 class Display(Protocol):

@@ -1,5 +1,8 @@
 """Attack budgets in iterations or seconds, and the chunks of attacks under way.
 
+`auto` is a time for the whole run, shared evenly by its defended settings; attacks that set their own iterations are no
+part of it.
+
 A target-iteration is one iteration on one target client's restart, or one update that a learner simulates to learn
 from. Seconds are working time of one process; they are turned into iterations (epochs of a learner) by a short
 measurement before the attack, which is written down, so that a resumed run spends the same.
@@ -21,11 +24,14 @@ from typing import Literal
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.learned import Learned
 from gradveil.attacks.protocol import Attack
+from gradveil.audit.audit_config import AUTO
 from gradveil.core.errors import fail
 from gradveil.core.private_files import read_json, write_private
 
-_MEASURED = 10
-"""Iterations of the measurement."""
+AUTO_SECONDS = 180.0
+"""Working time of all attacks that share the budget `auto`, whatever the number of defences."""
+_MEASURED, _SLOW = 10, 2.0
+"""Iterations of the measurement; where one takes longer than so many seconds, it is the measurement."""
 _FORM = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|m|h)?$")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
@@ -38,15 +44,19 @@ class Budget:
     unit: Literal["target-iterations", "seconds"]
 
 
-def read_budget(text: str) -> Budget:
-    """Read a budget.
+def read_budget(text: str, settings: int = 1) -> Budget:
+    """Read a budget of each defence; `auto` is shared by so many defended settings.
 
     >>> read_budget("64000"), read_budget("1.5m")
     (Budget(amount=64000.0, unit='target-iterations'), Budget(amount=90.0, unit='seconds'))
+    >>> read_budget("auto", settings=4)
+    Budget(amount=45.0, unit='seconds')
     """
+    if text.strip() == AUTO:
+        return Budget(AUTO_SECONDS / settings, "seconds")
     match = _FORM.match(text.strip())
     if match is None or float(match[1]) <= 0:
-        raise fail("budget", f"is '{text}'", "give target-iterations (64000), or a time: 90s, 10m, 2h")
+        raise fail("budget", f"is '{text}'", "give target-iterations (64000), or a time: 90s, 10m, 2h; or auto, none")
     number, unit = float(match[1]), match[2]
     return Budget(number * _SECONDS[unit], "seconds") if unit else Budget(number, "target-iterations")
 
@@ -114,6 +124,17 @@ def within(budget: Budget, attack: Attack, share: BudgetShare, run: Callable[[At
     return attack
 
 
+def share_left(whole: Attack, afforded: Attack) -> float | None:
+    """Compute what share of its own iterations (epochs) a budget leaves an attack; None where it leaves all."""
+    if isinstance(whole, Inversion) and isinstance(afforded, Inversion):
+        left = afforded.descent.iterations / whole.descent.iterations
+    elif isinstance(whole, Learned) and isinstance(afforded, Learned):
+        left = afforded.epochs / whole.epochs
+    else:
+        return None
+    return left if left < 1 else None
+
+
 def _settled(plans: Plans, seconds: float, pace: Callable[[], float]) -> int:
     """Return how many steps of this many seconds each fit, as it was measured the first time."""
     (allowed,) = plans.settled("iterations", lambda: (max(1, int(seconds / pace())),))
@@ -123,7 +144,10 @@ def _settled(plans: Plans, seconds: float, pace: Callable[[], float]) -> int:
 def _pace(attack: Inversion, run: Callable[[Attack], object]) -> Callable[[], float]:
     def pace() -> float:
         short = replace(attack, descent=replace(attack.descent, iterations=_MEASURED, halving=False))
-        run(short)  # the first run of a shape also compares with the reference
+        one = replace(short, descent=replace(short.descent, iterations=1))
+        first = _timed(lambda: run(one))  # the first run of a shape also compares with the reference
+        if first > _SLOW:
+            return first / attack.restarts
         return _timed(lambda: run(short)) / (_MEASURED * attack.restarts)
 
     return pace

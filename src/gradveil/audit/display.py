@@ -6,6 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from threading import Event, RLock, Thread
 from types import MappingProxyType, TracebackType
 from typing import Any
 
@@ -23,21 +24,26 @@ from gradveil.audit.threat_model import unknown_to_all
 from gradveil.core.errors import Problem
 from gradveil.core.formatting import DASH, duration, interval, listing, number, percent, plural
 
-_LINE_SECONDS = 10.0
+_LINE_SECONDS = 20.0
 """Plain output: at most one line of progress in this time."""
+_LOOK_SECONDS = 8.0
+"""Plain output: how often to look whether a line is due, whatever the attacks report: no longer silence than both."""
 
 
 class Screen:
-    """Progress of a run: target clients done, iterations a second, remaining time.
+    """Progress of a run: trials and target clients done, and the remaining time.
+
+    On a terminal it is live, with iterations per second. Elsewhere it is a line for each finished trial, and one at
+    least every 30 seconds, even if an attack reports nothing.
 
     The remaining time takes the rest of the work to go as fast as the work so far did, and every attack to use all of
     its iterations: those that converge early are faster. A trial under way takes as long as its own pace says, at
     least.
     """
 
-    def __init__(self, console: Console) -> None:
-        """Show progress on this console."""
-        self.console = console
+    def __init__(self, console: Console, title: str = "") -> None:
+        """Show progress on this console; `title` says what is attacked."""
+        self.console, self.title = console, title
         self.live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self.began = time.monotonic()
         self.planned: Sequence[TrialAddress] = ()
@@ -50,19 +56,31 @@ class Screen:
         self.first: dict[str, tuple[float, float]] = {}
         self.iterations = 0
         self.told = self.began
+        self.lock, self.ended, self.clock = RLock(), Event(), Thread(target=self._beat, daemon=True)
 
     def __enter__(self) -> Screen:
-        """Start the live display, where there is one."""
+        """Start the live display, or the clock of plain lines."""
         if self.live:
             self.live.start()
+        elif not self.console.quiet:
+            self.clock.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take the live display away."""
+        """Take the live display away, or stop the clock."""
+        self.ended.set()
         if self.live:
             self.live.stop()
+        elif self.clock.is_alive():
+            self.clock.join()
+
+    def _beat(self) -> None:
+        """Print a line whenever one is due, until the run has ended."""
+        while not self.ended.wait(_LOOK_SECONDS):
+            with self.lock:
+                self._tell_if_due()
 
     def start(
         self,
@@ -86,29 +104,36 @@ class Screen:
         some = [trial for trial in planned if trial.control]
         control = f", {len(some)} of them an undefended control of {some[0].clients(target_clients)}" if some else ""
         count = f"{plural(len(planned), 'trial')} of {plural(target_clients, 'target client')}"
-        self.console.print(f"{count}{control}{done}", style="bold")
+        what = f"{self.title}: " if self.title else ""
+        self.console.print(f"{what}{count}{control}{done}", style="bold", soft_wrap=True)
 
     def progress(self, trial: TrialAddress, share: int, step: Progress) -> None:
         """Take a report of an attack."""
-        self.steps.setdefault(trial.id, {})[share] = step
+        with self.lock:
+            self.steps.setdefault(trial.id, {})[share] = step
+            self.first.setdefault(trial.id, (time.monotonic(), self._share(trial.id)))
+            if self.live:
+                self.live.update(self._table())
+            else:
+                self._tell_if_due()
+
+    def _tell_if_due(self) -> None:
         now = time.monotonic()
-        self.first.setdefault(trial.id, (now, self._share(trial.id)))
-        if self.live:
-            self.live.update(self._table())
-        elif now - self.told >= _LINE_SECONDS:
+        if self.planned and now - self.told >= _LINE_SECONDS:
             self.told = now
-            self.console.print(self._line(trial), soft_wrap=True)
+            self.console.print(self._line(), soft_wrap=True)
 
     def done(self, trial: TrialAddress, result: Trial) -> None:
         """Show a trial's result in one line."""
-        self.finished += 1
-        self.worked += self.work[trial.id]
-        self.iterations += result.info.get("row_iterations", 0)
-        self.steps.pop(trial.id, None)
-        self.told = time.monotonic()
-        if self.live:
-            self.live.update(self._table())
-        self.console.print(self._result(trial, result), soft_wrap=True)
+        with self.lock:
+            self.finished += 1
+            self.worked += self.work[trial.id]
+            self.iterations += result.info.get("row_iterations", 0)
+            self.steps.pop(trial.id, None)
+            self.told = time.monotonic()
+            if self.live:
+                self.live.update(self._table())
+            self.console.print(self._result(trial, result), soft_wrap=True)
 
     def _result(self, trial: TrialAddress, result: Trial) -> Text:
         number = f"[{self.skipped + self.finished}/{len(self.planned)}] "
@@ -131,7 +156,7 @@ class Screen:
         for trial in self.planned:
             if trial.id in self.steps:
                 table.add_row(*self._facts(trial))
-        table.add_row(Text(self._rest(), style="dim"))
+        table.add_row(Text(f"{self._rest()}, {self._pace()}", style="dim"))
         return table
 
     def _facts(self, trial: TrialAddress) -> tuple[str, ...]:
@@ -146,9 +171,12 @@ class Screen:
             f"objective {number(worst)}",
         )
 
-    def _rest(self) -> str:
+    def _pace(self) -> str:
         under_way = [step for steps in self.steps.values() for step in steps.values()]
         iterations = self.iterations + sum(step.row_iterations for step in under_way)
+        return f"{iterations / max(time.monotonic() - self.began, 1e-9):,.0f} iterations/s"
+
+    def _rest(self) -> str:
         seconds = max(time.monotonic() - self.began, 1e-9)
         worked = self.worked + sum(self.work[trial] * self._share(trial) for trial in self.steps)
         ahead = max((self._ahead(trial) for trial in self.steps), default=0.0)
@@ -156,7 +184,7 @@ class Screen:
         if worked > 0.01 * self.left:
             rest = f", about {duration(max(ahead, seconds / worked * (self.left - worked)))} left"
         done = f"{self.skipped + self.finished} of {len(self.planned)} trials done"
-        return f"{done}, {iterations / seconds:,.0f} iterations/s, {duration(seconds)} so far{rest}"
+        return f"{done}, {duration(seconds)} so far{rest}"
 
     def _share(self, trial: str) -> float:
         steps = self.steps[trial].values()
@@ -167,8 +195,9 @@ class Screen:
         (began, before), share = self.first[trial], self._share(trial)
         return (time.monotonic() - began) / (share - before) * (1 - share) if share > before else 0.0
 
-    def _line(self, trial: TrialAddress) -> str:
-        return "  " + ", ".join(self._facts(trial)) + "; " + self._rest()
+    def _line(self) -> str:
+        at_work = [f"{_called(t)} ({percent(self._share(t.id))})" for t in self.planned if t.id in self.steps]
+        return "  " + "; ".join([self._rest(), *at_work])
 
 
 def _called(trial: TrialAddress) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -14,16 +15,19 @@ from rich.text import Text
 
 from gradveil.audit.attack_check import STATES, coincidence, examine
 from gradveil.audit.attack_selection import ATTACKERS, canonical
+from gradveil.audit.audit_config import AUTO
 from gradveil.audit.baselines import baseline, risk_of
 from gradveil.audit.defence_costs import Costs, DefenceCost, costs_of
 from gradveil.audit.display import result_table
 from gradveil.audit.recommendation import MissingVerdict, Recommendation, recommend
-from gradveil.audit.result_rows import Row, TrialSetting, summarise
+from gradveil.audit.result_rows import Row, TrialSetting, short_names, summarise
 from gradveil.audit.run_directory import UNFIT, Run, Trial
-from gradveil.audit.threat_model import scope, threat_model
+from gradveil.audit.run_warnings import untested
+from gradveil.audit.threat_model import scope, threat_model, untried
 from gradveil.audit.verdict import LEVELS, Level, Verdict, verdicts
-from gradveil.core.formatting import DASH, interval, listing, percent, plural, size
+from gradveil.core.formatting import DASH, duration, interval, listing, percent, plural, size
 from gradveil.defences.guarantees import NOTHING
+from gradveil.federated.training_groups import proven
 
 SCHEMA = "gradveil.summary/1"
 """The schema of what `gradveil summary --json` prints."""
@@ -132,12 +136,19 @@ class Findings:
         ]
 
     def notes(self) -> Iterator[str]:
-        """Give the reason of each verdict but "not broken", in one line each."""
+        """Give what the table does not show of a verdict, in a line: an undecided one, or a leak by another count."""
+        groups: dict[tuple[Level, str], list[str]] = {}
         for each in self.entries:
-            if each.level != "not broken":
-                reasons = " ".join(each.reasons[:1] if each.level in ("broken", "leaks") else each.reasons)
-                warning = f" {each.warning}" if isinstance(each, Verdict) and each.warning else ""
-                yield f"{each.defence}: {LEVELS[each.level][0].lower()}. {reasons}{warning}"
+            if reason := _unseen(each):
+                groups.setdefault((each.level, reason), []).append(each.defence)
+        for (level, reason), names in groups.items():
+            yield f"{listing(dict.fromkeys(names))}: {LEVELS[level][0].lower()}. {reason}"
+
+    def reasons(self) -> Iterator[str]:
+        """Give every reason of each verdict, in a line."""
+        for each in self.entries:
+            warning = f" {each.warning}" if isinstance(each, Verdict) and each.warning else ""
+            yield f"{each.defence}: {LEVELS[each.level][0].lower()}. {' '.join(each.reasons)}{warning}"
 
     @property
     def guess(self) -> str:
@@ -177,13 +188,26 @@ def hits(row: Row, flag: str) -> int | None:
 def sentence_of(found: Sequence[Findings]) -> str:
     """Put the verdict on these runs into a sentence."""
     every = [entry for each in found for entry in each.entries]
-    defended: list[tuple[str, Level]] = [(each.defence, each.level) for each in every if not each.undefended]
+    judged = (each for each in every if not each.undefended)
+    defended: list[tuple[str, Level, bool]] = [(each.defence, each.level, _limited(each)) for each in judged]
     if defended:
         return _counted(defended, several=len({each.setting for each in every}) > 1 or len(found) > 1)
     if every:
         levels = listing(dict.fromkeys(LEVELS[each.level][0].lower() for each in every))
         return f"No defence was tested. Without a defence: {levels}."
     return "There is no verdict: no trial has finished."
+
+
+def _unseen(entry: Verdict | Gap) -> str:
+    """Give the reason of a verdict that its row of the table does not show; empty where it shows it."""
+    if isinstance(entry, Gap):
+        return " ".join(entry.reasons)
+    if entry.level in ("inconclusive", "not tested"):
+        return f"{entry.reasons[0]} {entry.warning}".strip()
+    leak, plain = entry.leak, entry.interval[0] > entry.baseline and 2 * entry.rate >= 1
+    if leak is None or plain or not entry.leaked or leak.criterion == "recovered as trained on":
+        return ""
+    return f"{entry.leaked}; guessing is expected to reach {leak.expected:.2g}."
 
 
 def _gap(setting: TrialSetting, defence: str, group: Sequence[Row]) -> Gap:
@@ -194,23 +218,28 @@ def _gap(setting: TrialSetting, defence: str, group: Sequence[Row]) -> Gap:
     return Gap(setting, defence, "inconclusive" if blind else "not tested", reasons, group[0].undefended)
 
 
-def _counted(defended: Sequence[tuple[str, Level]], several: bool) -> str:
-    """Count the defences of every level, the worst first, and name them where they are few.
+def _limited(entry: Verdict | Gap) -> bool:
+    return isinstance(entry, Verdict) and entry.limited
 
-    >>> _counted([("dgp", "broken"), ("prune(0.9)", "broken"), ("dp", "not broken")], several=False)
-    '2 of 3 defences are broken (dgp and prune(0.9)); 1 is not broken (dp).'
-    >>> _counted([("dgp", "not tested")], several=False)
-    '1 of 1 defence is not tested (dgp).'
+
+def _counted(defended: Sequence[tuple[str, Level, bool]], several: bool) -> str:
+    """Count the defences of every level, the worst first; name them where they are few. The flag is of `limited` ones.
+
+    >>> _counted([("dgp", "broken", False), ("prune(0.9)", "broken", False), ("dp", "leaks", False)], several=False)
+    '2 of 3 defences are broken (dgp and prune(0.9)); 1 leaks (dp).'
+    >>> _counted([("dgp", "not broken", True)], several=False)
+    '1 of 1 defence is not broken within the budget (dgp).'
     """
     what = "defended setting" if several else "defence"
     told = list[str]()
-    for level in _VERBS:
-        names = [name for name, own in defended if own == level]
+    for level, limited in product(_VERBS, (False, True)):
+        names = [name for name, *own in defended if own == [level, limited]]
         if names:
             of = f" of {plural(len(defended), what)}" if not told else ""
             unique = list(dict.fromkeys(names))
             named = f" ({listing(unique)})" if len(unique) <= _NAMED else ""
-            told.append(f"{len(names)}{of} {_VERBS[level][len(names) > 1]}{named}")
+            within = " within the budget" if limited else ""
+            told.append(f"{len(names)}{of} {_VERBS[level][len(names) > 1]}{within}{named}")
     return "; ".join(told) + "."
 
 
@@ -233,6 +262,7 @@ def _plain(verdict: Verdict) -> dict[str, Any]:
         "attack": verdict.best.attack,
         "attacker": verdict.best.attacker,
         "attack_check": verdict.health.state,
+        "budget_share": verdict.best.budget_share,
         "reasons": list(verdict.reasons),
     }
 
@@ -260,7 +290,7 @@ def _plain_gap(gap: Gap) -> dict[str, Any]:
         "attacker",
     )
     told = {"defence": gap.defence, "verdict": gap.level, "reasons": list(gap.reasons)}
-    return {**_where(gap.setting), **dict.fromkeys((*none, "attack_check")), **told}
+    return {**_where(gap.setting), **dict.fromkeys((*none, "attack_check", "budget_share")), **told}
 
 
 def _trained_on(row: Row) -> dict[str, int | None]:
@@ -318,50 +348,83 @@ _STYLES: Mapping[Level, str] = {
 }
 
 
+NARROW, WIDE = 90, 116
+"""Widths in characters: below the first, the table has no baseline and no bytes; from the second, room for the risk."""
+_NUMBERS = ("identifiable", "95% CI", "baseline", "risk over baseline")
+
+
+MORE = "Definitions and reasons: --explain. Every trial: --all."
+"""The last line of the results, from the command that shows runs."""
+
+
 def print_outcome(
-    console: Console, found: Findings, config: Mapping[str, Any], *, every: bool = False, explain: bool = False
+    console: Console,
+    found: Findings,
+    config: Mapping[str, Any],
+    *,
+    every: bool = False,
+    explain: bool = False,
+    warnings: Sequence[str] = (),
+    more: str = MORE,
 ) -> None:
-    """Print verdict, tables and remarks. `config` is the run's resolved configuration."""
-    console.print(Text(f"Verdict: {found.sentence}", style="bold"), soft_wrap=True)
+    """Print the verdict, its table and at most a few lines; `explain` adds reasons and definitions, `every` each trial.
+
+    `config` is the run's resolved configuration, `warnings` are its own, `more` names the place of the rest.
+    """
+    fixed = not console.is_terminal  # a pipe has no width: programs read whole lines
+    narrow, wide = console.width < NARROW, console.width >= WIDE
+    console.print(Text(f"Verdict: {found.sentence}", style="bold"), soft_wrap=fixed)
     if found.recommendation is not None:
-        console.print(Text(f"Recommendation: {found.recommendation.text}"), soft_wrap=True)
+        console.print(Text(f"Recommendation: {found.recommendation.text}"), soft_wrap=fixed)
     console.print()
-    console.print(verdict_table(found))
+    console.print(verdict_table(found, risk=(every or explain) and wide, narrow=narrow))
     if every or (found.finished and not found.verdicts):
         console.print()
         console.print(result_table([row.trial for row in found.rows]))
-    remarks = [*remarks_on(found, config), *(definitions(found, config) if explain else ())]
-    more = [told for told, shown in (("Definitions: --explain.", explain), ("Every trial: --all.", every)) if not shown]
-    remarks += [" ".join(more)] if more else []
-    console.print()
-    console.print("\n".join(remarks), style="dim", markup=False)
+    lines = [*remarks_on(found, config, warnings)]
+    if lines:
+        console.print()
+    for line in lines:
+        console.print(Text(line), soft_wrap=fixed)
+    if explain:
+        console.print()
+        for line in (*details(found), *definitions(found, config)):
+            console.print(Text(line, style="dim"), soft_wrap=fixed)
+    if more and not (every and explain):
+        console.print(Text(more, style="dim"), soft_wrap=fixed)
 
 
-def verdict_table(found: Findings) -> Table:
+def verdict_table(found: Findings, *, risk: bool = False, narrow: bool = False) -> Table:
     """Lay the verdicts out: one row per defence, at its strongest trial by an attacker that knows no client secrets."""
     rows = found.entries
     clients = len({each.setting.client for each in rows}) > 1
     trained = any(each.setting.trained is not None for each in rows)
     accuracies = {id(verdict): _accuracy(found, verdict) for verdict in found.verdicts}
     accuracy = any(accuracies.values())
+    left_out = {*(["baseline"] if narrow else []), *([] if risk else ["risk over baseline"])}
+    shown = [title for title in _NUMBERS if title not in left_out]
+    last = [*(["accuracy"] if accuracy else []), *([] if narrow else ["bytes"])]
+    names = short_names(row.attack for row in found.rows)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for title in ("defence", *(("client",) if clients else ()), *(("round",) if trained else ())):
         table.add_column(title, overflow="fold")
     table.add_column("verdict", no_wrap=True)
-    for title in ("identifiable", "95% CI", "baseline", "risk over baseline"):
-        table.add_column(title, justify="right", no_wrap=title != "risk over baseline")
+    for title in shown:
+        table.add_column(title, justify="right", no_wrap=True)
     table.add_column("strongest attack", overflow="fold")
-    for title in (*(("accuracy",) if accuracy else ()), "bytes"):
+    for title in last:
         table.add_column(title, justify="right", no_wrap=True)
     for each in rows:
         where = [each.defence, *([each.setting.client] if clients else [])]
         where += [str(each.setting.trained)] if trained else []
         label = Text(LEVELS[each.level][0].upper(), style=_STYLES[each.level])
         if isinstance(each, Gap):
-            table.add_row(*where, label, *[DASH] * (6 + accuracy))
-        else:
-            good = [accuracies[id(each)] or DASH] if accuracy else []
-            table.add_row(*where, label, *headline(each), Text(strongest(each)), *good, size(each.price.sent))
+            table.add_row(*where, label, *[DASH] * (len(shown) + 1 + len(last)))
+            continue
+        cells = dict(zip(_NUMBERS, headline(each), strict=True))
+        cells |= {"accuracy": accuracies[id(each)] or DASH, "bytes": size(each.price.sent)}
+        left, right = ([cells[title] for title in titles] for titles in (shown, last))
+        table.add_row(*where, label, *left, Text(strongest(each, names)), *right)
     return table
 
 
@@ -385,21 +448,74 @@ def headline(verdict: Verdict) -> tuple[str, str, str, str]:
     )
 
 
-def strongest(verdict: Verdict) -> str:
-    """Name the attack that a verdict quotes, and its attacker where there is a defence to know."""
-    kind = verdict.best.attacker
-    return verdict.best.attack if kind == "undefended" else f"{verdict.best.attack} [{kind}]"
+def strongest(verdict: Verdict, names: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Name the attack that a verdict quotes, by its short name, and its attacker where there is a defence to know."""
+    kind, attack = verdict.best.attacker, names.get(verdict.best.attack, verdict.best.attack)
+    return attack if kind == "undefended" else f"{attack}, {kind}"
 
 
-def remarks_on(found: Findings, config: Mapping[str, Any]) -> Iterator[str]:
-    """Collect what has to be known to read the table: undecided verdicts, the control, conditions, the scope."""
+def remarks_on(found: Findings, config: Mapping[str, Any], warnings: Sequence[str] = ()) -> Iterator[str]:
+    """Collect what the table does not show: reasons of undecided verdicts, failures, guarantees, what is not tested."""
     yield from found.notes()
     yield from trained_on(found)
+    yield from failures(found)
+    rows = found.finished
+    doubts = dict.fromkeys(f"{row.defence}: {doubt}" for row in rows for doubt in row.info.get("suspicions", ()))
+    yield from (f"Privacy warning: {doubt}." for doubt in doubts)
+    changed = list(dict.fromkeys(change for row in found.rows for change in row.info.get("prepared", ())))
+    if changed:
+        yield f"Changed in the model: {'; '.join(changed)}."
+    yield from stopped(rows, config)
+    yield from guaranteed(found)
+    judged = [row for row in rows if not row.is_control]
+    settings = [f"{name} ({setting})" for name, setting in untried(judged, config)]
+    if missing := [*map(untested, warnings), *settings]:
+        yield f"Not tested: {', '.join(missing)}."
+
+
+def stopped(rows: Sequence[Row], config: Mapping[str, Any]) -> Iterator[str]:
+    """Report in a line which attacks a budget stopped, and how long the rest of their iterations would take."""
+    shares: dict[str, list[float]] = {}
+    names, rest = short_names(row.attack for row in rows), 0.0
+    for row in rows:
+        if row.budget_share is not None:
+            shares.setdefault(names[row.attack], []).append(row.budget_share)
+            rest += (row.info.get("seconds") or 0.0) * (1 / row.budget_share - 1)
+    if shares:
+        spans = (" to ".join(dict.fromkeys(map(percent, (min(some), max(some))))) for some in shares.values())
+        each = listing(f"{name} at {span}" for name, span in zip(shares, spans, strict=True))
+        own = "the iterations that their authors use" if config.get("budget") == AUTO else "their own iterations"
+        yield (
+            f"Budget: it stopped {each} of {own}; the rest would take about {duration(rest)} of computing "
+            "(budget=None, or --budget none)."
+        )
+
+
+def guaranteed(found: Findings) -> Iterator[str]:
+    """Name in a line the defences with a formal guarantee; nothing where there is no defence."""
+    proofs: dict[str, str] = {row.defence: _proven(found, row) for row in found.finished if not row.undefended}
+    sound = [f"{name}, {proof}" for name, proof in proofs.items() if proof != NOTHING]
+    if sound:
+        only = "only " if len(sound) < len(proofs) else ""
+        yield f"Formal guarantee: {only}{listing(sound)}."
+    elif proofs:
+        yield "Formal guarantee: none."
+
+
+def _proven(found: Findings, row: Row) -> str:
+    """Describe in a few words what is proven: of a planned training, or of the one behind the accuracy."""
+    cost = found.cost(row.defence)
+    if row.info.get("epsilon") or cost is None or not cost.proof:
+        return proven(row.info)
+    return f"{cost.proven} over the {plural(cost.rounds, 'round')} of training behind the accuracy"
+
+
+def details(found: Findings) -> Iterator[str]:
+    """Explain the verdicts: every reason, the control, and what spoils or limits the results."""
+    yield from found.reasons()
     if found.control:
         yield found.control
-    yield from failures(found)
     yield from conditions(found)
-    yield scope([row for row in found.finished if not row.is_control], config)
 
 
 def trained_on(found: Findings) -> Iterator[str]:
@@ -423,8 +539,8 @@ def failures(found: Findings) -> Iterator[str]:
 
 
 def conditions(found: Findings) -> Iterator[str]:
-    """Name what spoils or limits the results: guarantees, simulated clients, warnings, changes in the model."""
-    every, rows = found.rows, found.finished
+    """Name what spoils or limits the results: coincidences, guarantees, simulated clients, divergence."""
+    rows = found.finished
     yield from (f"{row.attack} against {row.defence}: {alike}." for row in rows if (alike := coincidence(row)))
     for promise, names in _promises(rows).items():
         if promise in ("none", NOTHING):
@@ -432,21 +548,17 @@ def conditions(found: Findings) -> Iterator[str]:
         else:
             yield from (f"Formal guarantee of {name}: {_guarantee(found, name, promise)}." for name in names)
     yield from (f"Believed {row.defence}: {note}." for row, note in _notes(rows))
-    doubts = dict.fromkeys(f"{row.defence}: {doubt}" for row in rows for doubt in row.info.get("suspicions", ()))
-    yield from (f"Privacy warning: {doubt}." for doubt in doubts)
     diverged = sum(summarise(row.trial)["statuses"].get("diverged", 0) for row in rows)
     if diverged:
         whose = "1 target client's attack" if diverged == 1 else f"{diverged} target clients' attacks"
         yield f"{whose} diverged and count{'s' if diverged == 1 else ''} as failed."
-    changed = list(dict.fromkeys(change for row in every for change in row.info.get("prepared", ())))
-    if changed:
-        yield f"Changed in the model: {'; '.join(changed)}."
 
 
 def definitions(found: Findings, config: Mapping[str, Any]) -> Iterator[str]:
     """Define the threat model and the words and columns of the tables."""
     rows = found.finished
     threshold = next((row.info["threshold"] for row in rows if "threshold" in row.info), 0.5)
+    yield scope([row for row in rows if not row.is_control], config)
     if rows:
         yield f"Threat model: {threat_model(rows, config)}"
     if any(row.images for row in rows):
@@ -454,7 +566,6 @@ def definitions(found: Findings, config: Mapping[str, Any]) -> Iterator[str]:
     yield from explained(found)
     if any(row.attacker == "informed" for row in rows):
         yield "Rates of informed attackers are upper bounds, no part of a verdict."
-    yield "Baseline: the share of images that the best guess, which sees no update, recovers."
     yield "Distance: of the sent update to the same model's without noise, clipping and pruning, relative."
     if any(row.setting.trained is not None for row in rows):
         yield "Round: of the training, after which clients were attacked. Accuracy: the model's then."

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
 from gradveil.audit.attack_selection import Attacker, Method
@@ -101,6 +101,23 @@ class TrialSetting(NamedTuple):
         return f", after {plural(self.trained, 'round')} of training" if self.trained else ", untrained"
 
 
+def short_names(attacks: Iterable[str]) -> dict[str, str]:
+    """Shorten attacks to what tells them apart: the name, and the settings that not all of this name share.
+
+    >>> [*short_names(["ig(iterations=9)", "cdia(iterations=9)", "cdia(iterations=9, start=solved)"]).values()]
+    ['ig', 'cdia', 'cdia(start=solved)']
+    """
+    parts: dict[str, tuple[str, list[str]]] = {}
+    for attack in attacks:
+        name, _, inner = attack.partition("(")
+        parts[attack] = name, [each.strip() for each in inner.removesuffix(")").split(",") if each.strip()]
+    shared: dict[str, set[str]] = {}
+    for name, settings in parts.values():
+        shared[name] = shared.get(name, {*settings}) & {*settings}
+    left = {attack: (name, [s for s in some if s not in shared[name]]) for attack, (name, some) in parts.items()}
+    return {attack: f"{name}({', '.join(some)})" if some else name for attack, (name, some) in left.items()}
+
+
 BASELINES = {
     "mean_image": ("Mean image", "the public mean image"),
     "class_mean": ("Class mean", "the mean of the public images of the same class"),
@@ -115,6 +132,8 @@ class BudgetPoint(NamedTuple):
     iterations: int
     ssim: float | None
     asr: float | None
+    ssim_std: float | None = None
+    """The standard deviation over images; None where the run does not have it."""
 
 
 class TrainedOnCounts(NamedTuple):
@@ -181,6 +200,12 @@ class Row:
     def rounds_used(self) -> Sequence[int] | None:
         """The watched rounds that the attack used, counted from 0; None where a custom attack does not say."""
         return self.info["rounds_used"]
+
+    @property
+    def budget_share(self) -> float | None:
+        """The share of its own iterations or epochs at which a budget stopped the attack; None where none did."""
+        left = self.info.get("budget_share")
+        return left if left is not None and (self.method == "learned" or self.statuses["budget"]) else None
 
     @property
     def local(self) -> bool:
@@ -308,12 +333,15 @@ class Row:
     def curve(self) -> tuple[BudgetPoint, ...]:
         """Quality against budget, the final answer last; empty for an attack that does not iterate."""
         noted = self.info.get("trace") or ()
-        passed = [BudgetPoint(int(spot["iterations"]), spot["ssim_mean"], spot["asr"]) for spot in noted]
+        passed = [
+            BudgetPoint(int(spot["iterations"]), spot["ssim_mean"], spot["asr"], spot.get("ssim_std")) for spot in noted
+        ]
         if not passed:
             return ()
         # Half of the budget is noted last, rounded down; whoever used all of it says how much it was.
         used = max((int(record.get("iterations") or 0) for record in self.trial.records), default=0)
-        return (*passed, BudgetPoint(max(2 * passed[-1].iterations, used), self.mean("ssim"), self.asr))
+        spread = pstdev(self.ssims) if self.ssims else None
+        return (*passed, BudgetPoint(max(2 * passed[-1].iterations, used), self.mean("ssim"), self.asr, spread))
 
     @property
     def last_doubling(self) -> float | None:

@@ -150,6 +150,14 @@ class _Point(StoredPart):
     iterations: Count
     asr: Share
     ssim_mean: float | None
+    ssim_std: float | None = None
+
+
+class _LayerNoise(StoredPart):
+    parameter: str
+    values: Count
+    noise: float | None
+    update: float | None
 
 
 class _Finished(_Address):
@@ -178,6 +186,7 @@ class _Finished(_Address):
     restarts: Count | None = None
     simulated: Count
     target_iterations: Amount
+    budget_share: Share | None = None
     row_iterations: Count | None = None
     seconds: Amount | None = None
     iterations_per_second: Amount | None = None
@@ -190,6 +199,7 @@ class _Finished(_Address):
     pruned: dict[str, float | None] | None = None
     bound: _Bound | None = None
     trace: list[_Point] | None = None
+    layers: list[_LayerNoise] | None = None
     training: _Training | None = None
 
 
@@ -356,10 +366,10 @@ class Run:
 def load_run(path: Path | str) -> Run:
     """Read a run directory, finished or not; refuse with every damaged file at once."""
     folder = Path(path)
-    if is_training(folder) and not AUDIT.found(folder):
+    if is_training(folder) and not AUDIT.exists(folder):
         remedy = f"gradveil report {folder} shows it, gradveil summary {folder} sums it up"
         raise fail(str(folder), "is a training, and no audit", remedy)
-    if not AUDIT.found(folder):
+    if not AUDIT.exists(folder):
         remedy = "give the folder that `gradveil audit` or `gradveil train` wrote, such as runs/faces"
         raise fail(str(folder), "is not a run directory (it has no run.json)", remedy)
     info = AUDIT.read(folder)

@@ -197,6 +197,11 @@ def assemble(raw: Mapping[str, Any], settings: Sequence[str]) -> RunConfig:
     return _assemble(RunConfig, raw, settings)
 
 
+def assemble_training(raw: Mapping[str, Any], settings: Sequence[str]) -> TrainConfig:
+    """Set keys among the plain settings of a training, and check the whole."""
+    return _assemble(TrainConfig, raw, settings)
+
+
 def _assemble(
     kind: type[Config], raw: Mapping[str, Any], settings: Sequence[str], file: Mapping[str, Any] | None = None
 ) -> Config:

@@ -54,6 +54,17 @@ def closed_forms(experiment: Experiment, *, called: bool = False) -> Iterator[Pr
             yield Problem(where, what, f"attack it so: {remedy}", severity="warning")
 
 
+def untested(warning: str) -> str:
+    """Shorten a warning of a run to what it is of, with the option that tries it.
+
+    >>> untested("client: one image may come back: a plain chain -> attack it so: --attack r-gap; a batch ends it")
+    'one image may come back (--attack r-gap)'
+    """
+    cause, _, remedy = warning.partition(" -> ")
+    what = cause.partition(": ")[2].partition(":")[0]
+    return f"{what} ({remedy.removeprefix('attack it so: ').partition(';')[0]})"
+
+
 _OPTIONS = "--attack analytic", "--attack r-gap --defence none"
 _ARGUMENTS = 'attacks=["analytic"]', 'attacks=["r-gap"], defences=["none"]'
 

@@ -20,6 +20,7 @@ from gradveil.audit.experiment import Experiment
 from gradveil.audit.run_directory import Trial
 from gradveil.audit.trial import Recovered, left_out
 from gradveil.client import BatchDefences
+from gradveil.client.layer_noise import layers_of
 from gradveil.core.errors import FOREIGN
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
@@ -497,6 +498,7 @@ def info_of(experiment: Experiment, trial: TrialAddress, found: Recovered, named
         "first_order_utility": float(tensors["first_order_utility"].mean()),
         "second_order_utility": float(tensors["second_order_utility"].mean()),
         "pruned": left_out(tensors["distance"], facts.get("pruned")),
+        "layers": layers_of(tensors, facts.get("layers") or {}),
         "iterations_per_second": facts["row_iterations"] / seconds if seconds else None,
         "bound": mse_bound(experiment, tensors, settings.examples) if len(tensors.get("nats", ())) else None,
         "health": {
@@ -539,7 +541,8 @@ def _trace(experiment: Experiment, found: Recovered, truth: Tensor) -> list[dict
             similarity = space.scores(space.match(experiment.views(inputs), truth)[1], truth)[space.headline]
             rate = asr(similarity, experiment.config.threshold).rate
             count = int(name.removeprefix("trace."))
-            rows.append({"iterations": count, "asr": rate, "ssim_mean": float(similarity.mean())})
+            spread = float(similarity.std(correction=0))
+            rows.append({"iterations": count, "asr": rate, "ssim_mean": float(similarity.mean()), "ssim_std": spread})
     return sorted(rows, key=lambda row: row["iterations"])
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gradveil.audit.budgets import read_budget
+from gradveil.audit.audit_config import AUTO
+from gradveil.audit.budgets import AUTO_SECONDS, read_budget
 from gradveil.audit.result_rows import Row
 from gradveil.core.formatting import duration, listing, plural
 
@@ -114,6 +115,9 @@ def _looks_at(row: Row) -> str | None:
 def _spent(budget: str | None, rows: Sequence[Row]) -> Iterator[str]:
     """Say what attackers may spend, and where they spent more: one iteration, or one epoch, is always made."""
     if budget is None:
+        return
+    if budget == AUTO:
+        yield f"Attacks that set no iterations of their own share {_amount(AUTO_SECONDS, True)}."
         return
     limit = read_budget(budget)
     timed = limit.unit == "seconds"

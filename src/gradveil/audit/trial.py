@@ -25,14 +25,34 @@ from gradveil.attacks.protocol import (
 )
 from gradveil.attacks.simulated_updates import Simulated
 from gradveil.audit.argument_checks import answer
-from gradveil.audit.attack_selection import UNDEFENDED, TrialAddress, first_met, method, pairs
-from gradveil.audit.budgets import UNPLANNED, BudgetShare, Plans, read_budget, restarts_worth, spends, within
+from gradveil.audit.attack_selection import (
+    UNDEFENDED,
+    TrialAddress,
+    first_met,
+    has_control,
+    method,
+    open_ended,
+    pairs,
+)
+from gradveil.audit.audit_config import AUTO, RunConfig
+from gradveil.audit.budgets import (
+    UNPLANNED,
+    Budget,
+    BudgetShare,
+    Plans,
+    read_budget,
+    restarts_worth,
+    share_left,
+    spends,
+    within,
+)
 from gradveil.audit.error_bound import leaked
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.grants import active_facts, first, grant, looks_at_last, received, resent, rounds_used, told, ways
 from gradveil.audit.observe import Truth, observe, updates
 from gradveil.audit.run_warnings import privacy_facts
 from gradveil.client import Client
+from gradveil.client.layer_noise import layer_noise
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
@@ -129,6 +149,7 @@ def recover(
         "distance": relative_distance(sent, raw),
         "cosine": cosine(sent, raw),
         **worth(sent, raw),
+        **_noise_by_layer(client, seen[-1], truth),
     }
     if client.batch:
         tensors["transformed"] = truth.transformed.inputs
@@ -136,7 +157,8 @@ def recover(
     known = pruned(client, fresh=experiment.config.rounds == 1 and not trial.trained)
     own = set(plain.noise_spec(plain.params(), first(truth)))
     drawn = {name: how for name, how in ways(attack, client, first(truth)).items() if name not in own}
-    facts = {"unbounded": unbounded, "pruned": known, "drawn": drawn}
+    sizes = {name: value[0].numel() for name, value in sent.items()}
+    facts = {"unbounded": unbounded, "pruned": known, "drawn": drawn, "layers": sizes}
     return recovered(experiment, client, made, sent, truth, tensors | leak, facts)
 
 
@@ -152,6 +174,8 @@ class Made:
     key: Key
     found: Reconstruction
     row_iterations: int
+    left: float | None
+    """The share of its own iterations that a budget left it; None where it left all."""
 
 
 def attacked(
@@ -191,7 +215,8 @@ def attacked(
         match = Simulated(simulated_client, seen).match(inputs, classes.to(inputs.device), key)
         found = replace(found, match=match.to(found.objective))
     done = done or int(found.iterations.sum()) * found.objectives.shape[1]
-    return Made(attack, simulated_client, knowledge, grants, secrets, key, found, done)
+    left = share_left(experiment.attacks[trial.attack], attack)
+    return Made(attack, simulated_client, knowledge, grants, secrets, key, found, done, left)
 
 
 def _looked_at(attack: Attack, seen: Sequence[Observation]) -> Observation:
@@ -261,6 +286,7 @@ def _facts(experiment: Experiment, client: Client, made: Made, sent: Tensors, fi
         "plan": list(made.found.plan),
         "restarts": (restarts := made.found.objectives.shape[1]),
         "target_iterations": _spent(made, restarts),
+        "budget_share": made.left,
         "simulated": _simulated(experiment, made.attack, len(first.inputs)),
     }
 
@@ -293,12 +319,12 @@ def _afforded(
 ) -> Attack:
     """Cut the attack down to its share of the run's budget, if there is one."""
     config = experiment.config
-    if config.budget is None:
+    if config.budget is None or not _on_budget(config, trial.attack, attack):
         return attack
     sharers, examples = sharers_of(experiment, trial), config.client[trial.client].examples
     searches = min(config.rounds, examples) if isinstance(attack, Persistent) else 1
     share = BudgetShare(sharers, len(numbers), config.target_clients, lessons(experiment, examples), searches)
-    return within(read_budget(config.budget), attack, share, run, plans)
+    return within(budget_of(config), attack, share, run, plans)
 
 
 def sharers_of(experiment: Experiment, trial: TrialAddress) -> int:
@@ -310,12 +336,25 @@ def sharers_of(experiment: Experiment, trial: TrialAddress) -> int:
 def spenders(experiment: Experiment, client: int, defence: str) -> int:
     """Count the attacks that share the budget of a defended client: those that apply to it, and search or learn."""
     on_it = [text for text, whose in pairs(experiment.config) if whose == defence]
-    return sum(spends(experiment.attacks[text]) for text in on_it if (client, defence, text) not in experiment.unfit)
+    fit = (text for text in on_it if (client, defence, text) not in experiment.unfit)
+    return sum(_on_budget(experiment.config, text, experiment.attacks[text]) for text in fit)
+
+
+def _on_budget(config: RunConfig, text: str, attack: Attack) -> bool:
+    """Say whether an attack spends the run's budget: under `auto` those that set no length of their own."""
+    return spends(attack) and (config.budget != AUTO or open_ended(text, config.iterations))
+
+
+def budget_of(config: RunConfig) -> Budget:
+    """Return the budget of each defence; the control of a run has a share of `auto`, too."""
+    assert config.budget is not None
+    settings = len(config.seeds) * len(config.stages) * len(config.client)
+    return read_budget(config.budget, settings * (len(config.defences) + has_control(config)))
 
 
 def sharing(experiment: Experiment) -> dict[str, list[int]]:
-    """Count those who share the budget of each defence, client by client; nothing where there is no budget."""
-    clients = range(len(experiment.config.client)) if experiment.config.budget else ()
+    """Count those who share the budget of each defence, client by client; nothing where there is none that is fixed."""
+    clients = range(len(experiment.config.client)) if experiment.config.budget not in (None, AUTO) else ()
     return {
         defence: [spenders(experiment, client, defence) for client in clients] for defence in experiment.config.defences
     }
@@ -341,6 +380,16 @@ def raw_update(client: Client, base: Client, params: Tensors, truth: Truth) -> T
         noise[name] = truth.last[name] if stays else off.expand(target_clients, *off.shape)
     state = {name: value.expand(target_clients, *value.shape) for name, value in plain.init(params).items()}
     return updates(plain, params, truth.raw, noise, state)[0]
+
+
+def _noise_by_layer(client: Client, seen: Observation, truth: Truth) -> Tensors:
+    """Measure the noise that a client adds to each parameter of its last update."""
+    told = replace(client, messages=dict(seen.messages))
+
+    def sent_with(noise: Tensors) -> Tensors:
+        return updates(told, seen.params, truth.raw, noise, truth.state)[0]
+
+    return layer_noise(client.noise_spec(seen.params, first(truth)), truth.last, seen.update, sent_with)
 
 
 def at_truth(made: Made, seen: Sequence[Observation], truth: Truth) -> Tensor:
@@ -388,6 +437,7 @@ def merge(parts: Sequence[Recovered]) -> Recovered:
         "seconds": sum(part.facts["seconds"] for part in parts),
         "row_iterations": sum(part.facts["row_iterations"] for part in parts),
         "target_iterations": sum(part.facts["target_iterations"] for part in parts),
+        "budget_share": min((left for part in parts if (left := part.facts["budget_share"]) is not None), default=None),
         "plan": [rows for part in parts for rows in part.facts["plan"]],
         "remarks": [remark for part in parts for remark in part.facts["remarks"]],
     }

@@ -10,7 +10,7 @@ from typing import Literal
 from gradveil.audit.attack_check import PASSED, Health, coincidence, examine, guesses, unused_rounds
 from gradveil.audit.attack_selection import ATTACKERS
 from gradveil.audit.baselines import Test, baseline, expected_of, interval_of, risk_of, tests_by_trial
-from gradveil.audit.result_rows import Row, TrialSetting
+from gradveil.audit.result_rows import Row, TrialSetting, short_names
 from gradveil.audit.threat_model import unknown_to_all
 from gradveil.core.formatting import interval, listing, number, percent, plural, size
 from gradveil.metrics import Risk, wilson
@@ -197,6 +197,11 @@ class Verdict:
         return self.health.doubts
 
     @property
+    def limited(self) -> bool:
+        """Whether "not broken" holds within a budget: it stopped an attack before the iterations that it has itself."""
+        return self.level == "not broken" and any(row.budget_share is not None for row in self.judged)
+
+    @property
     def undefended(self) -> bool:
         """Whether there is no defence to judge."""
         return self.best.undefended
@@ -317,7 +322,7 @@ def _level(
     passed = [row for row in adaptive if _passed(row, here)]
     if (open_seeds := _without(passed, judged)) is not None:
         tried = [row for row in adaptive if row.seed in open_seeds]
-        checks = listing(dict.fromkeys(f"{row.attack}: {examine(row, here).label}" for row in tried)) or "none finished"
+        checks = _checks(tried, here) or "none finished"
         who = "attack on the undefended client" if adaptive[0].undefended else "adaptive attack"
         when = f" on seed {listing(map(str, open_seeds))}" if passed else ""
         return "inconclusive", (f"No {who} shows that it would find a leak{when} ({checks}).",)
@@ -332,11 +337,21 @@ def _level(
     if not tests:
         return "inconclusive", ("Nothing could be tested: neither auxiliary data nor a second private image is there.",)
     names = listing(dict.fromkeys(row.attack for row in passed))
+    stopped = [f"The budget stopped {row.attack} at {percent(row.budget_share)}." for row in passed if row.budget_share]
     least = min(test.adjusted for test in tests)
     return "not broken", (
         f"No leak beyond guessing (smallest corrected p-value {number(least)}).",
         f"Passed the attack check: {names}.",
+        *dict.fromkeys(stopped),
     )
+
+
+def _checks(tried: Sequence[Row], here: Sequence[Row]) -> str:
+    """Name the attack check of each attack, those with the same outcome together."""
+    names, found = short_names(row.attack for row in here), dict[str, list[str]]()
+    for row in tried:
+        found.setdefault(examine(row, here).words, []).append(names[row.attack])
+    return "; ".join(f"{listing(dict.fromkeys(some))}: {words}" for words, some in found.items())
 
 
 def _without(passed: Sequence[Row], judged: Sequence[Row]) -> list[int] | None:
@@ -353,8 +368,8 @@ def _passed(row: Row, here: Sequence[Row]) -> bool:
 
 def _words(test: Test) -> str:
     hit = f"{test.observed} of {plural(test.images, 'image')} {test.criterion}"
-    chance = f"where guessing is expected to reach {number(test.expected, 2)}"
-    return f"{test.attack}: {hit}, {chance} (p = {number(test.adjusted, 2)}, corrected for all attackers and criteria)."
+    chance = f"guessing is expected to reach {number(test.expected, 2)} (corrected p = {number(test.adjusted, 2)})"
+    return f"{test.attack}: {hit}; {chance}."
 
 
 def _sentence(best: Row, judged: Sequence[Row], seeds: int) -> str:

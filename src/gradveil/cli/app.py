@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import Annotated
 
@@ -12,7 +13,9 @@ import typer
 import gradveil
 from gradveil.cli.audit_command import audit
 from gradveil.cli.check_command import check
+from gradveil.cli.figure_command import figure
 from gradveil.cli.list_command import tables
+from gradveil.cli.paper_command import paper
 from gradveil.cli.privacy_commands import account, bound, create_ledger, ledger, show_ledger
 from gradveil.cli.results_commands import report, summary
 from gradveil.cli.search_command import ats, search
@@ -64,6 +67,14 @@ app.command(
     ),
 )(summary)
 app.command(
+    epilog=_examples(
+        "gradveil figure runs/faces",
+        'gradveil figure runs/faces --kind grid --targets 0-3 --label "dgp=DGP" --order none --out faces.pdf',
+        "gradveil figure runs/digits runs/train-digits --kind pareto --against accuracy --size double",
+        "gradveil figure runs/train-digits --kind curve --format svg",
+    ),
+)(figure)
+app.command(
     name="list",
     epilog=_examples("gradveil list defences", "gradveil list dp", "gradveil list feedback", "gradveil list --json"),
 )(tables)
@@ -104,6 +115,7 @@ ledger.command(name="show", epilog=_examples("gradveil ledger show --identity ho
     show_ledger
 )
 app.add_typer(ledger, name="ledger")
+app.add_typer(paper, name="paper")
 
 
 def _version(wanted: bool) -> None:
@@ -139,6 +151,7 @@ def main() -> None:
 
 def run(arguments: list[str], debug: bool = False) -> int:
     """Run one command line; return its exit code. `debug` lets errors through with their traceback."""
+    arguments = [re.sub(r"^--defense(?==|$)", "--defence", argument) for argument in arguments]
     try:
         code = app(arguments, standalone_mode=False, prog_name="gradveil")
         return code if isinstance(code, int) else 0

@@ -27,13 +27,13 @@ from gradveil.defences.ats_scores import Judged, distinct_policies
 from gradveil.tune.ats_policies import (
     CONTROLS,
     NONE,
-    Kept,
     PolicyScorer,
+    SearchScores,
     best,
     hybrid,
     least_utility,
-    look_again,
     lower,
+    score_again,
     score_controls,
     unscored,
 )
@@ -159,37 +159,42 @@ def _wrong_options(count: int, images: int, least: float | None) -> Iterator[Pro
 
 
 def search_policies(
-    experiment: Experiment, judge: PolicyScorer, kept: Kept, policies: Sequence[str], least: float | None, keep: int
+    experiment: Experiment,
+    scorer: PolicyScorer,
+    kept: SearchScores,
+    policies: Sequence[str],
+    least: float | None,
+    keep: int,
 ) -> dict[str, Any]:
     """Score controls and candidates, then the best again on other images; return the result."""
     console = Console(stderr=True, soft_wrap=True, markup=False)
     there = sum(policy in kept.scores for policy in policies)
     settings = experiment.config
-    summary = f"{len(policies)} candidates by {len(judge.images.inputs)} public images of {settings.data.name}, "
+    summary = f"{len(policies)} candidates by {len(scorer.images.inputs)} public images of {settings.data.name}, "
     console.print(f"{summary}{settings.model.name}" + (f"; {there} scored already" if there else ""), highlight=False)
     began, before = time.monotonic(), len(kept.scores)
-    score_controls(judge, kept.scores, kept.tick)
+    score_controls(scorer, kept.scores, kept.tick)
     if new := len(kept.scores) - before:
         most = (time.monotonic() - began) / new * (len(policies) - there)
         console.print(f"At most about {duration(most)}: candidates below the filter take less.", highlight=False)
     filtered = least_utility(kept.scores[NONE]) if least is None else least
     left = unscored(kept.scores, policies, filtered)
     with _progress(console, "candidates", len(left), kept) as step:
-        score(judge, policies, filtered, kept.scores, step)
+        score(scorer, policies, filtered, kept.scores, step)
     passed = best(kept.scores, policies, filtered)
     mixed = hybrid(passed)
     if mixed is not None:
-        score(judge, [mixed], filtered, kept.scores, kept.tick)
+        score(scorer, [mixed], filtered, kept.scores, kept.tick)
     shown = [*(each.policy for each in passed[:keep]), *([mixed] if mixed else [])]
     twice = list(dict.fromkeys([*CONTROLS, *shown]))
     with _progress(console, "policies scored again", len(set(twice) - set(kept.again)), kept) as step:
-        look_again(judge, twice, kept.again, step)
+        score_again(scorer, twice, kept.again, step)
     kept.write()
     return _result(kept, policies, filtered, shown, passed)
 
 
 def _result(
-    kept: Kept, policies: Sequence[str], least: float, shown: Sequence[str], passed: Sequence[Judged]
+    kept: SearchScores, policies: Sequence[str], least: float, shown: Sequence[str], passed: Sequence[Judged]
 ) -> dict[str, Any]:
     def row(policy: str) -> dict[str, Any]:
         first, again = kept.scores[policy], kept.again[policy]
@@ -217,7 +222,7 @@ def _result(
 
 
 @contextmanager
-def _progress(console: Console, noun: str, total: int, kept: Kept) -> Iterator[Callable[[], None]]:
+def _progress(console: Console, noun: str, total: int, kept: SearchScores) -> Iterator[Callable[[], None]]:
     """Show the progress of a loop, live on a terminal or in occasional lines, and let the scores be stored."""
     done, began = 0, time.monotonic()
     last = began

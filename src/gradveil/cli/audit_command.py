@@ -32,7 +32,8 @@ _HELP = {
     "ones: the attacks assume this model, client and defences; missing settings come from the records.",
     "iterations": "Iterations of every attack that does not set its own.",
     "restarts": "Restarts of every attack that does not set its own.",
-    "budget": "Budget of all attacks on one defence together: target-iterations (64000) or time (90s, 10m, 2h).",
+    "budget": "Budget per defence, shared by all attacks on it: target-iterations (64000) or time (90s, 10m, 2h). Or "
+    "auto, a few minutes for the whole run; or none. Default: auto for a custom model, otherwise none.",
     "out": "The run directory. Default: runs/NAME, or runs/NAME-2 and so on for other settings.",
     "set": "Any setting of the run file: --set client.batch=4 --set 'data.size=64'; KEY= removes it. Repeatable.",
     "control": "Skip the short undefended control, which shows that the attacks work. It runs if no defence is none.",
@@ -111,6 +112,6 @@ def audit(
         opened = audit_steps.describe_run(experiment, warnings, workers, command)
         folder = audit_steps.choose_folder(opened, out, fresh)
         trials = audit_steps.run_trials(opened, folder, fresh, data_dir, place)
-    audit_steps.show_trials(experiment.config, as_json, folder, Detail(every, explain))
+    audit_steps.show_trials(opened, as_json, folder, Detail(every, explain))
     audit_steps.warn_of_code(trials, config, folder / TRAINING if trained else None)
     return audit_steps.judge(folder, as_json, fail_above, accepted, exports)

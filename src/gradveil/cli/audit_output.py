@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradveil.audit.attack_selection import ATTACKERS
-from gradveil.audit.findings import Findings, print_outcome
+from gradveil.audit.findings import MORE, Findings, print_outcome
 from gradveil.audit.gate import CountedSetting, Gate, called, images_needed
 from gradveil.audit.run_directory import TRAINING
 from gradveil.audit.verdict import LEVELS
@@ -94,10 +94,18 @@ def above_table(above: Sequence[CountedSetting]) -> Table:
     return table
 
 
-def show_outcome(findings: Findings, config: Mapping[str, Any], folder: Path | None, shown: Detail) -> None:
-    """Print the results of a run with this resolved configuration; 120 columns wide without a terminal."""
+def show_outcome(
+    findings: Findings, info: Mapping[str, Any], folder: Path | None, shown: Detail, *, ran: bool = False
+) -> None:
+    """Print the results of a run that `info` describes; 120 columns wide without a terminal.
+
+    `ran` tells that the command has run the trials, so that another one shows more of them.
+    """
     console = Console(width=None if sys.stdout.isatty() else 120, markup=False, highlight=False)
-    print_outcome(console, findings, config, every=shown.every, explain=shown.explain)
+    more = f"More: gradveil summary {folder} --explain (reasons, definitions) or --all (trials)." if ran else MORE
+    config, warnings = info["config"], info.get("warnings") or ()
+    flags = {"every": shown.every, "explain": shown.explain}
+    print_outcome(console, findings, config, **flags, warnings=warnings, more=more)
     if config.get("train") and folder is not None and is_training(folder / TRAINING):
         console.print("Training", style="bold")
         wide().print(table(group_trainings(load_training(folder / TRAINING).trials)))

@@ -15,9 +15,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from gradveil.audit.attack_selection import is_adaptive, trials, without_aim
+from gradveil.audit.attack_selection import auto_budget, is_adaptive, trials, without_aim
 from gradveil.audit.audit_config import RunConfig
-from gradveil.audit.audit_run import describe, run, site
+from gradveil.audit.audit_run import describe, run, site, title
 from gradveil.audit.display import Screen
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.findings import findings_of
@@ -91,6 +91,8 @@ def read_config(
             raise fail(
                 "observed", "does not go with a training: those updates were made elsewhere", "leave out --train"
             )
+        if ":" in config.model.name and "budget" not in config.model_fields_set:  # a custom model, of unknown cost
+            return config.model_copy(update={"budget": auto_budget(config.attacks, config.iterations)})
         return config
     if observed is None:
         remedy = "name a run file or a bundled run: gradveil audit faces; or add --observed DIR"
@@ -100,17 +102,14 @@ def read_config(
 
 
 def open_run(config: RunConfig, data_dir: Path | None) -> tuple[Experiment, list[str]]:
-    """Open the experiment, print the attacks added to it, and return its warnings."""
+    """Open the experiment, print the attacks added to it, and return its warnings, which the results list."""
     console = Console(stderr=True, soft_wrap=True, markup=False)
     experiment = open_experiment(config, data_dir)
     if any(is_adaptive(text) for text in config.attacks):
         experiment, added = widened(experiment)
         for line in added:
             console.print(Text(line))
-    warnings = [str(problem) for problem in closed_forms(experiment)]
-    for warning in warnings:
-        console.print(Text(f"warning: {warning}", style="yellow"))
-    return experiment, warnings
+    return experiment, [str(problem) for problem in closed_forms(experiment)]
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ def describe_run(experiment: Experiment, warnings: Sequence[str], workers: int |
 
 def choose_folder(opened: OpenedRun, out: Path | None, fresh: bool) -> Path:
     """Choose the run directory, see `run_directory`."""
-    return run_directory(out, opened.experiment.config.name, opened.problems, AUDIT.found, fresh)
+    return run_directory(out, opened.experiment.config.name, opened.problems, AUDIT.exists, fresh)
 
 
 def run_trials(opened: OpenedRun, folder: Path, fresh: bool, data_dir: Path | None, place: Place) -> list[Trial]:
@@ -169,7 +168,7 @@ def run_trials(opened: OpenedRun, folder: Path, fresh: bool, data_dir: Path | No
             share = store.info()["share"]
             at = place.schedule(opened.workers)
             _train(opened, folder / TRAINING, data_dir, at)
-            with Screen(Console(stderr=True, markup=False)) as screen:
+            with Screen(Console(stderr=True, markup=False), title(experiment)) as screen:
                 run(experiment, store, screen, share, at(site(experiment, data_dir)))
     except KeyboardInterrupt:
         finished = f"Finished trials are kept in {folder}." if (folder / "run.json").is_file() else "Nothing was lost."
@@ -210,12 +209,16 @@ def command_of(name: str | None, overrides: dict[str, Any], settings: Sequence[s
     return shlex.join([*words, *flags])
 
 
-def show_trials(config: RunConfig, as_json: bool, folder: Path, shown: Detail) -> None:
+def show_trials(opened: OpenedRun, as_json: bool, folder: Path, shown: Detail) -> None:
     """Print the results of a run directory as text or JSON."""
     run = load_run(folder)
     if not run.trials:
         raise fail("audit", "has no results", "run it again")
+    warnings = opened.info["warnings"]
     if as_json:
         typer.echo(json.dumps(as_object([findings_of(run)]), indent=1))
+        for warning in warnings:
+            typer.echo(f"warning: {warning}", err=True)
     else:
-        show_outcome(findings_of(run), config.resolved(), folder, shown)
+        info = {"config": opened.experiment.config.resolved(), "warnings": warnings}
+        show_outcome(findings_of(run), info, folder, shown, ran=True)

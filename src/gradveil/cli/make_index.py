@@ -28,6 +28,7 @@ from gradveil.defences.paper_presets import PAPERS
 from gradveil.federated.privacy_ledger import FOLDER
 from gradveil.federated.training_config import TrainConfig
 from gradveil.nn.models import ALL_MODELS, MODELS, ModelEntry
+from gradveil.report.figures import KINDS
 from gradveil.tune.ats_policies import FEWEST
 
 
@@ -61,7 +62,7 @@ def _of_package(plugin: Plugin, row: Row) -> Row:
 
 def text() -> str:
     """Write the index: what is listed, words for how an attacker treats a secret, and what options may be."""
-    options = {"accept": [each.value for each in Accepted], "images": FEWEST, "folder": FOLDER}
+    options = {"accept": [each.value for each in Accepted], "images": FEWEST, "folder": FOLDER, "figures": _figures()}
     made = {"listed": everything(), "positions": POSITIONS, "options": options}
     return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
 
@@ -166,6 +167,17 @@ def _papers() -> list[Row]:
         }
         for name, paper in PAPERS.items()
     ]
+
+
+def _figures() -> dict[str, Row]:
+    return {
+        kind: {
+            "title": entry.title,
+            "metrics": list(dict.fromkeys([*entry.metrics, *entry.training_metrics])),
+            "against": list(dict.fromkeys([*entry.against, *entry.training_against])),
+        }
+        for kind, entry in KINDS.items()
+    }
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ class Audits:
         """Print the results."""
         for run, of_run in zip(self.runs, self.findings, strict=True):
             if run.trials:
-                show_outcome(of_run, run.info["config"], run.path, shown)
+                show_outcome(of_run, run.info, run.path, shown)
 
     def left(self) -> Iterator[tuple[Path, str]]:
         """Return every run with unfinished or failed trials, and how to continue it."""

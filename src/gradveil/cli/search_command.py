@@ -59,18 +59,20 @@ def ats(
     """
     from gradveil.cli import ats_search
     from gradveil.core.private_files import plain
-    from gradveil.tune.ats_policies import FILE, candidates, open_judge, opened, settings_of
+    from gradveil.tune.ats_policies import FILE, candidates, open_scorer, opened, settings_of
 
     own_code()
     with redirect_stdout(sys.stderr):  # Output of a user's model must not mix with the result.
         experiment, first_seed = ats_search.open_search(
             name, seed, count, images, least, device, setting or (), data_dir
         )
-        judge = open_judge(experiment, images, first_seed)
+        scorer = open_scorer(experiment, images, first_seed)
         folder = out or Path("runs") / f"ats-{experiment.config.name}"
         try:
-            with opened(folder, settings_of(experiment, judge, first_seed), again(), fresh) as kept:
-                result = ats_search.search_policies(experiment, judge, kept, candidates(count, first_seed), least, keep)
+            with opened(folder, settings_of(experiment, scorer, first_seed), again(), fresh) as kept:
+                result = ats_search.search_policies(
+                    experiment, scorer, kept, candidates(count, first_seed), least, keep
+                )
         except KeyboardInterrupt:
             typer.echo(f"\nStopped. Every score is kept in {folder}. To go on:\n  {again()}", err=True)
             raise

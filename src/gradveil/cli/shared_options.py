@@ -107,6 +107,34 @@ EveryOption = Annotated[bool, typer.Option("--all", help="Show every trial too, 
 ExplainOption = Annotated[bool, typer.Option("--explain", help="Define the words and columns of the tables.")]
 """`--explain`."""
 
+OrderOption = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="Defence or attack that comes next in order. Repeatable.")
+]
+"""`--order`."""
+LabelOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=TEXT", help="Text for a defence or attack, such as 'dgp=DGP'; $...$ is math. Repeatable."
+    ),
+]
+"""`--label`."""
+
+
+def numbers_of(option: str, text: str, problems: list[Problem]) -> list[int]:
+    """Read numbers and ranges; add a problem for each part that is neither.
+
+    >>> numbers_of("targets", "0,2,5-7", [])
+    [0, 2, 5, 6, 7]
+    """
+    result: list[int] = []
+    for part in filter(None, text.replace(" ", "").split(",")):
+        first, _, last = part.partition("-")
+        if first.isdecimal() and (last or first).isdecimal():
+            result += range(int(first), int(last or first) + 1)
+        else:
+            problems.append(Problem(option, f"'{part}' is no number and no range", "write for example 0,2,5-7"))
+    return result
+
 
 _FAIL = (
     "A gate for CI: exit with code 3 if more than this share of images is recovered behind a defence (0 to 1), or with "

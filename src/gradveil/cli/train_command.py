@@ -85,7 +85,7 @@ def train(
     opened_setting = open_setting(config, data_dir)
     info = describe(config, again(), opened_setting.weights, opened_setting.data.identities())
     problems = partial(TRAINING_RUN.problems, info=info)
-    folder = run_directory(out, config.name, problems, TRAINING_RUN.found, fresh)
+    folder = run_directory(out, config.name, problems, TRAINING_RUN.exists, fresh)
     try:
         with TRAINING_RUN.opened(folder, info, fresh):
             schedule = place.schedule(count, threads)(site(opened_setting, data_dir, recorder))

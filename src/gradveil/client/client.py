@@ -52,6 +52,13 @@ class Client:
     members: int = 1
     """Clients whose updates are averaged before the server sees them."""
 
+    def __repr__(self) -> str:
+        """Name the model, the training and the slots that a defence fills."""
+        facts = {"local": self.local, "batch": self.batch, "step": self.step, "send": self.send}
+        facts |= {"trainable": self.trainable, "members": self.members if self.members > 1 else None}
+        filled = [f"{name}={value!r}" for name, value in facts.items() if value]
+        return f"Client({', '.join([type(self.model).__name__, *filled])})"
+
     def __post_init__(self) -> None:
         """Refuse a transform of single examples where there is but one update."""
         if split(self.send)[0] is not None:

@@ -62,6 +62,11 @@ class Defence:
     step: Chain | None = None
     send: Chain | None = None
 
+    def __repr__(self) -> str:
+        """Name the defence, and the slots that it fills."""
+        slots = [slot for slot in ("model", "batch", "step", "send") if getattr(self, slot)]
+        return f"Defence({self.name!r}, changes {', '.join(slots) or 'nothing'})"
+
     def __post_init__(self) -> None:
         """Refuse what stands in the wrong slot or without its wrapping, with every problem."""
         problems = list(wrong_slots(self.model, self.batch))

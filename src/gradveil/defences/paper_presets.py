@@ -44,7 +44,7 @@ PAPERS: dict[str, Paper] = {
     ),
     "combining-stochastic-defenses": Paper(
         "Combining stochastic defences against inversion",
-        "Scheliga, Mäder, Seeland 2022, Combining Stochastic Defenses to Resist Gradient Inversion: An Ablation Study",
+        "Scheliga, Mäder, Seeland 2024, Combining Stochastic Defenses to Resist Gradient Inversion: An Ablation Study",
         {
             "ablation": (
                 "dropout(p=0.25)",
@@ -89,7 +89,7 @@ PAPERS: dict[str, Paper] = {
     ),
     "gradient-stand-in": Paper(
         "AdaDefense: the step of an adaptive optimiser in place of the gradient",
-        "Hu et al., AdaDefense: Improving Federated Learning Against Gradient Leakage by a Gradient Stand-in",
+        "Hu et al. 2024, Gradients Stand-in for Defending Deep Leakage in Federated Learning",
         {
             "main": ("standin",),
             "optimisers": ("standin", "standin(optimiser=adagrad)", "standin(optimiser=yogi)"),

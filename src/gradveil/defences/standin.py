@@ -130,7 +130,7 @@ STANDIN = (
         description="AdaDefense: send the step of an adaptive optimiser, whose moments stay with the client",
         changes=("send",),
         cost="one pass, two copies of the update kept: 1.0 to 1.5 gradients; 44% of the bytes at first, later all",
-        citation="Hu et al., AdaDefense: Improving Federated Learning Against Gradient Leakage by a Gradient Stand-in",
+        citation="Hu et al. 2024, Gradients Stand-in for Defending Deep Leakage in Federated Learning",
         adaptive=KNOWING,
     ),
 )

@@ -1,9 +1,9 @@
-"""Single examples in the rows of a gradient: rows and differences of rows compared with examples' inputs.
+"""Single examples in the rows of a gradient: rows and differences of rows compared with the examples' inputs.
 
 Each row of a layer's gradient is a sum over the batch, dW_i = sum_e D_ei x_e, with the error D_ei of example e at unit
 i. If one example has nearly all of a unit's error, the row is that example's input up to a factor. The same holds for
-differences of two rows (imprints). The client knows D. It therefore needs no model of an attack to count isolated
-examples. One pass over the batch is enough, without weight gradients.
+differences of two rows (imprints). The client knows D, so it can count isolated examples without a model of an attack,
+in one pass over the batch and without weight gradients.
 """
 
 from __future__ import annotations
@@ -33,26 +33,27 @@ from gradveil.nn.stochastic import collect_penalties
 from gradveil.nn.surgery import BatchNorm
 
 _SAME = 1 - 1e-6
-"""The cosine of two units' errors that are one and the same up to a factor."""
+"""Cosine of two units' errors above which they count as equal up to a factor."""
 _ROUNDING = 1e-10
-_MADE = 1e-4
-"""What is left of errors that are made of others, as a share of them."""
-_PARTNERS, _LOOKED = 3, 256
-"""How many partners a unit has, and the units that have any: at least so many, or twice the examples."""
+"""Share of a unit's squared errors below which a difference is rounding."""
+_EXPLAINED = 1e-4
+"""Relative residual below which errors count as combinations of others."""
+_PARTNERS, _PAIRED = 3, 256
+"""Number of partners of a unit, and of units that get partners (or twice the examples, if more)."""
 _SEVERAL = 4
-"""The fewest examples (or groups of them) that units are compared by: many units have the same two or three."""
+"""Smallest number of examples (or groups of them) for a comparison of units: many units share two or three."""
 _BLOCK = 1024
-"""Units that are compared at once, so that wide layers take little memory."""
+"""Number of units compared at once, to bound the memory of wide layers."""
 
 Pairs = tuple[Tensor, Tensor, Tensor]
-"""Places of first and second rows, and the factors that the second ones are multiplied by."""
+"""Indices of first and second rows, and the factors of the second ones."""
 
 
 def unit_scales(errors: Tensor) -> Tensor:
-    """Return each unit's largest error of [..., K], or 1 where it has none.
+    """Return each unit's largest error of [..., K], or 1 if it has none.
 
-    Each row of a gradient is as exact as its own numbers: a unit whose errors are 1e-25 times those of the others shows
-    its examples as well as they do. Units are therefore judged each on its own scale.
+    The precision of a row is relative to its own numbers: a unit whose errors are 1e-25 times those of the others
+    exposes its examples as well as they do. Each unit is therefore measured on its own scale.
 
     >>> unit_scales(torch.tensor([[1.0, 1e-25, 0.0], [-4.0, 0.0, 0.0]])).tolist() == [4.0, torch.tensor(1e-25), 1.0]
     True
@@ -62,11 +63,11 @@ def unit_scales(errors: Tensor) -> Tensor:
 
 
 def shared_support(support: Tensor) -> tuple[int, Tensor, int]:
-    """Compare units by the examples that have an error there at all [B, K].
+    """Compare units by their support, the examples with a nonzero error [B, K].
 
-    Returns the number of units with an error of four or more examples but not of all, the places of those that have
-    just the examples of another such unit, and the number of groups of examples. Examples that no unit tells apart
-    are one group: copies of an image would make units alike. Groups without any error do not count.
+    Returns the number of units with an error of four or more examples but not of all, the indices of those with the
+    same examples as another such unit, and the number of groups of examples. Examples that no unit distinguishes form
+    one group, because copies of an image would make units equal. Groups without any error do not count.
 
     >>> first_four = torch.tensor([[1.0], [1.0], [1.0], [1.0], [0.0], [0.0]])
     >>> shared_support(torch.cat([torch.eye(6), first_four, 2 * first_four], 1) != 0)
@@ -75,86 +76,90 @@ def shared_support(support: Tensor) -> tuple[int, Tensor, int]:
     support = support.unique(dim=0)
     support = support[support.any(1)]
     count = support.sum(0)
-    places = ((count >= _SEVERAL) & (count < len(support))).nonzero().flatten()
-    if not len(places):
-        return 0, places, len(support)
-    _, group, units = support[:, places].unique(dim=1, return_inverse=True, return_counts=True)
-    return len(places), places[units[group] > 1], len(support)
+    index = ((count >= _SEVERAL) & (count < len(support))).nonzero().flatten()
+    if not len(index):
+        return 0, index, len(support)
+    _, group, units = support[:, index].unique(dim=1, return_inverse=True, return_counts=True)
+    return len(index), index[units[group] > 1], len(support)
 
 
 def solved(errors: Tensor, support: Tensor) -> tuple[Tensor, Tensor]:
-    """Find what is left of one example where a group of units is made of another one, by relative errors [B, K].
+    """Find examples that a combination of several rows isolates, from relative errors [B, K].
 
-    The units of a group are open for the same examples (`support`). Where another group is open for one example more,
-    and its errors of all others are combinations of the first one's, the same combinations of rows leave that example's
-    input alone. Errors of more examples than units are not made of others by chance. Returns the combinations [n, K]
-    and the examples [n]. Of single rows and pairs of them (`partners`) it says nothing.
+    The units of a group are open for the same examples (`support`). Let a second group be open for one example more. If
+    its errors of all other examples are combinations of the first group's, the same combinations of rows cancel those
+    examples and leave the input of the additional one. This needs more examples than units: with fewer, any errors
+    would be combinations. Returns the combinations [n, K] and the examples [n]. Single rows and pairs of rows are left
+    to `partners`.
 
-    >>> own = torch.arange(6.0)[:, None]
-    >>> group = torch.cat([1 + own, own.square() + 1], 1)
-    >>> errors = torch.cat([(own < 4) * group, (own < 5) * group], 1)
+    >>> number = torch.arange(6.0)[:, None]
+    >>> group = torch.cat([1 + number, number.square() + 1], 1)
+    >>> errors = torch.cat([(number < 4) * group, (number < 5) * group], 1)
     >>> solved(errors, errors != 0)[1]
     tensor([4, 4])
     """
     errors, support, device = errors.cpu().double(), support.cpu(), errors.device
     sure = errors.any(1)
-    place = ((support & sure[:, None]).sum(0) >= _SEVERAL).nonzero().flatten()
-    found, owner = [errors.new_zeros(0, errors.shape[1])], list[int]()
-    if len(place):
-        kinds = support[:, place] & sure[:, None]
+    index = ((support & sure[:, None]).sum(0) >= _SEVERAL).nonzero().flatten()
+    combinations, owner = [errors.new_zeros(0, errors.shape[1])], list[int]()
+    if len(index):
+        kinds = support[:, index] & sure[:, None]
         kinds, group, units = kinds.unique(dim=1, return_inverse=True, return_counts=True)
         for less, more in _nested(kinds, units):
             rest = kinds[:, less] == kinds[:, more]
-            base, others = place[group == less], place[group == more]
-            own, wanted = errors[rest][:, base], errors[rest][:, others]
-            factors = torch.linalg.pinv(own) @ wanted
-            made = (wanted - own @ factors).norm(dim=0) < _MADE * wanted.norm(dim=0)
-            rows = errors.new_zeros(int(made.sum()), errors.shape[1])
-            rows[torch.arange(len(rows)), others[made]] = 1.0
-            rows[:, base] = -factors[:, made].T
-            found.append(rows)
+            base, others = index[group == less], index[group == more]
+            known, target = errors[rest][:, base], errors[rest][:, others]
+            factors = torch.linalg.pinv(known) @ target
+            explained = (target - known @ factors).norm(dim=0) < _EXPLAINED * target.norm(dim=0)
+            # Each combination is one row of the second group less its fit by rows of the first one.
+            rows = errors.new_zeros(int(explained.sum()), errors.shape[1])
+            rows[torch.arange(len(rows)), others[explained]] = 1.0
+            rows[:, base] = -factors[:, explained].T
+            combinations.append(rows)
             owner += [int((~rest).nonzero())] * len(rows)
-    return torch.cat(found).to(device), torch.tensor(owner, dtype=torch.long, device=device)
+    return torch.cat(combinations).to(device), torch.tensor(owner, dtype=torch.long, device=device)
 
 
 def _nested(kinds: Tensor, units: Tensor) -> list[list[int]]:
-    """Pair the groups of several units with those that have one example more, if fewer units than examples are shared.
+    """Pair groups of several units whose examples differ by one; the smaller group has fewer units than examples.
 
-    `kinds` [B, G] tells the examples of each group.
+    `kinds` [B, G] marks the examples of each group, `units` [G] counts its units.
     """
     several = (units > 1).nonzero().flatten()
-    own = kinds[:, several].double()
-    count = own.sum(0)
-    within = (own.T @ own == count[:, None]) & (count == count[:, None] + 1) & (units[several] < count)[:, None]
-    return several[within.nonzero()[:_LOOKED]].tolist()
+    members = kinds[:, several].double()
+    count = members.sum(0)
+    # members.T @ members counts common examples: i lies within j where that is the size of i.
+    within = (members.T @ members == count[:, None]) & (count == count[:, None] + 1)
+    within &= (units[several] < count)[:, None]
+    return several[within.nonzero()[:_PAIRED]].tolist()
 
 
 def partners(errors: Tensor, scaled: Tensor) -> Pairs:
-    """Pair each unit with those whose errors [B, K] are most nearly the same up to a factor.
+    """Pair each unit with those whose errors [B, K] are most nearly equal up to a factor.
 
-    Bins of an imprint differ by one example each, whatever their rows, sizes and order are. Of units that are the same
-    up to a factor one is taken. Pairs are chosen by scaled errors, in which no example is larger than others.
+    Bins of an imprint differ by one example each, whatever their rows, sizes and order. Of units that are equal up to a
+    factor, one is taken. Pairs are chosen by `scaled` errors, in which all examples weigh the same.
     """
     unit = scaled / scaled.norm(dim=0).clamp(min=1e-30)
-    kept = _distinct(unit)
-    unit = unit[:, kept]
-    place = torch.arange(len(kept), device=kept.device)
-    # Neighbours in an imprint are the most alike of all units: of a wide layer those are looked at.
-    most = max(_LOOKED, 2 * len(errors))
-    if len(kept) > most:
-        alike = torch.cat([_alike(unit, some).amax(1) for some in place.split(_BLOCK)])
-        place = alike.topk(most).indices
-    count = max(0, min(_PARTNERS, len(kept) - 1))
-    near = _alike(unit, place).topk(count, dim=1).indices
-    first, second = kept[place].repeat_interleave(count), kept[near.flatten()]
-    own, other = errors[:, first], errors[:, second]
-    # Off the examples that both have, a quotient is zero or infinite: neither counts.
-    ratio = own / other
-    ratio = torch.where((own != 0) & ratio.isfinite(), ratio, torch.nan)
+    distinct = _distinct(unit)
+    unit = unit[:, distinct]
+    index = torch.arange(len(distinct), device=distinct.device)
+    # Neighbours in an imprint are the most similar of all units: in a wide layer only the most similar get partners.
+    most = max(_PAIRED, 2 * len(errors))
+    if len(distinct) > most:
+        alike = torch.cat([_alike(unit, some).amax(1) for some in index.split(_BLOCK)])
+        index = alike.topk(most).indices
+    count = max(0, min(_PARTNERS, len(distinct) - 1))
+    near = _alike(unit, index).topk(count, dim=1).indices
+    first, second = distinct[index].repeat_interleave(count), distinct[near.flatten()]
+    errors_first, errors_second = errors[:, first], errors[:, second]
+    # The factor is the median quotient over common examples; elsewhere the quotient is zero, infinite or NaN.
+    ratio = errors_first / errors_second
+    ratio = torch.where((errors_first != 0) & ratio.isfinite(), ratio, torch.nan)
     factor = ratio.nanmedian(0).values.nan_to_num(1.0) if len(first) else ratio.new_zeros(0)
-    # Where hardly anything is left, the two were the same but for rounding.
-    left = (own - factor * other).square().sum(0) > _ROUNDING * own.square().sum(0)
-    return first[left], second[left], factor[left]
+    # Pairs whose difference is rounding isolate nothing.
+    proper = (errors_first - factor * errors_second).square().sum(0) > _ROUNDING * errors_first.square().sum(0)
+    return first[proper], second[proper], factor[proper]
 
 
 def _alike(unit: Tensor, some: Tensor) -> Tensor:
@@ -164,7 +169,8 @@ def _alike(unit: Tensor, some: Tensor) -> Tensor:
 
 
 def _distinct(unit: Tensor) -> Tensor:
-    """Return the places of columns of length 1, one of those that are the same up to a sign; none of zeros."""
+    """Return the indices of distinct columns: of unit columns that are equal up to a sign one, of zero columns none."""
+    # Equal columns get equal projections on a fixed vector, so they are neighbours once sorted by projection.
     mark = torch.linspace(1, 2, len(unit), dtype=unit.dtype, device=unit.device).cos()
     order = (mark @ unit).abs().argsort()
     ordered = unit[:, order]
@@ -174,7 +180,7 @@ def _distinct(unit: Tensor) -> Tensor:
 
 
 def difference(rows: Tensor, pairs: Pairs | None) -> Tensor:
-    """Return rows as they are, or each first less its second times the factor."""
+    """Return first - factor * second for each pair of rows; without pairs, the rows."""
     if pairs is None:
         return rows
     first, second, factor = pairs
@@ -183,7 +189,7 @@ def difference(rows: Tensor, pairs: Pairs | None) -> Tensor:
 
 
 def unscaled(pairs: Pairs | None, scales: Tensor) -> Pairs | None:
-    """Return pairs that were found in units on a scale of their own as they are without it, in double precision."""
+    """Convert factors between scaled units into factors between the units themselves, in double precision."""
     if pairs is None:
         return None
     first, second, factor = pairs
@@ -191,7 +197,7 @@ def unscaled(pairs: Pairs | None, scales: Tensor) -> Pairs | None:
 
 
 def chosen(pairs: Pairs | None, rows: Tensor) -> Pairs:
-    """Return the pairs at some places, or single rows as pairs without a second."""
+    """Return the pairs at these indices; without pairs, the rows with a second row of factor 0."""
     if pairs is None:
         return rows, rows, torch.zeros(len(rows), dtype=torch.double, device=rows.device)
     first, second, factor = pairs
@@ -199,7 +205,7 @@ def chosen(pairs: Pairs | None, rows: Tensor) -> Pairs:
 
 
 def divided(rows: Tensor, by: Tensor) -> Tensor:
-    """Divide rows [K, n] by numbers [K] that are not zero, each as exact as it is by itself."""
+    """Divide rows [K, n] by numbers [K], and keep the finite quotients."""
     quotients = rows.double() / by.double()[:, None]
     return quotients[quotients.isfinite().all(1)]
 
@@ -212,112 +218,117 @@ class Inputs:
 
     @property
     def variance(self) -> Tensor:
-        """Their variance over the examples, that of the median example; over the entries where there is one example.
+        """Squared distance to the median, of the median example; a single example is compared with its mean.
 
-        One example out of scale would make every other one look close to anything.
+        With a mean instead of medians, one example out of scale would make every other one look close to anything.
         """
         centre = self.x.median(0).values if len(self.x) > 2 else self.x.mean(0) if len(self.x) > 1 else self.x.mean()
         return (self.x - centre).square().mean(1).median().clamp(min=1e-30)
 
     def pooled(self, rows: Tensor, owner: Tensor, errors: Tensor, most: float) -> set[int]:
-        """Return the owners that are read from all of their rows at once, weighted by their errors: noise averages."""
-        examples, place = owner.unique(return_inverse=True)
+        """Return the owners whose input is read from the sum of their rows, weighted by errors to average noise out."""
+        examples, group = owner.unique(return_inverse=True)
         weighted = errors.double()[:, None] * rows.double()
-        sums = weighted.new_zeros(len(examples), rows.shape[1]).index_add_(0, place, weighted)
+        sums = weighted.new_zeros(len(examples), rows.shape[1]).index_add_(0, group, weighted)
         return self.near(sums, examples, most)
 
     def near(self, rows: Tensor, owner: Tensor, most: float) -> set[int]:
-        """Return the owners of rows that are their input, up to a factor and this share of the variance."""
+        """Return the owners whose row is their input, up to a factor and an error of this share of the variance."""
         truth, rows = self.x[owner].double(), rows.double()
         factor = (rows * truth).sum(1) / rows.square().sum(1).clamp(min=1e-300)
         error = (truth - factor[:, None] * rows).square().mean(1)
         return set(owner[error < most * self.variance].tolist())
 
     def solved(self, candidates: Tensor, most: float) -> set[int]:
-        """Return the examples that lie at one of the candidates [n, ...]."""
+        """Return the examples whose input is one of the candidates [n, ...]."""
         if not len(candidates):
             return set()
         x = self.x.to(candidates)
+        # Squared distances |c - x|^2 = |c|^2 - 2 c x + |x|^2, without the difference of every pair in memory.
         apart = candidates.square().sum(1)[:, None] - 2 * candidates @ x.T + x.square().sum(1)
         return set((apart.amin(0) / self.x.shape[1] < most * self.variance).nonzero().flatten().tolist())
 
     def snr(self, errors: Tensor) -> float:
-        """Return max_e |g_e| / |sum of the others| of the gradients g_e = D_e x_e^T, from their inner products."""
+        """Return max_e |g_e| / |sum of the others| of the gradients g_e = D_e x_e^T, from their inner products.
+
+        <g_e, g_f> = (D_e D_f) (x_e x_f), so no gradient is computed.
+        """
         products = (errors @ errors.T) * (self.x @ self.x.T)
-        own = products.diagonal()
-        others = products.sum() - 2 * products.sum(1) + own
-        return float((own.clamp(min=0) / others.clamp(min=1e-60)).sqrt().max())
+        squares = products.diagonal()
+        rest = products.sum() - 2 * products.sum(1) + squares
+        return float((squares.clamp(min=0) / rest.clamp(min=1e-60)).sqrt().max())
 
 
 SILENT = 0.2
-"""A layer that learns from a smaller share of the examples is compared with its gradient as a whole."""
+"""Share of learning examples below which a layer's update is compared with its whole gradient."""
 _READ, _VISIBLE = 0.02, 0.1
-"""Mean squared errors, as shares of the variance of a layer's inputs, of what was read and of what is still visible.
+"""Mean squared errors of an input that is read, and of one that is visible, as shares of the inputs' variance.
 
-Behind ReLU what is read is exact. Leaky activations mix a little of all other examples in.
+With ReLU the input that is read is exact. Leaky activations mix in a little of all other examples.
 """
-_KEPT = 0.5
-"""Most of a row that a defence may have changed, as 1 - cos^2, so that it still counts as the row of the batch."""
+_UNCHANGED = 0.5
+"""Largest change of a row by a defence, as 1 - cos^2, with which it still counts as the row of the batch."""
 _OFTEN = 0.25
-"""The share of units with the same examples as another one above which their rows are compared with what is sent."""
+"""Share of units with the same examples as another one above which their rows are compared with the sent ones."""
 _ALONE, _SINGLED = 0.99, 0.98
-"""The share of a unit's absolute errors, or of their squares, that makes it one example's own."""
+"""Share of a unit's absolute errors, or of their squares, with which one example owns it."""
 _SURE = 1e-6
-"""An example with a smaller share of the largest error at the output has none: its gradient is rounding."""
+"""Share of the largest output error below which an example has none: its gradient is rounding."""
 _FEWEST = 8
+"""Smallest number of examples for the share that a layer learns from."""
 _COST = 2**33
-"""Multiplications up to which each token of a layer is compared by itself, and not only each example."""
+"""Number of multiplications up to which each token of a layer is compared, instead of each example."""
 _NONE: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class Isolated:
-    """What one layer's gradient isolates, by the positions of examples in the batch."""
+    """Examples that one layer's gradient isolates, by their index in the batch."""
 
     layer: str
     live: int = 0
-    """Units with an error at all."""
+    """Number of units with an error."""
     alone: int = 0
-    """Units of which one example has more than 99% of the absolute errors."""
+    """Number of units of which one example has more than 99% of the absolute errors."""
     owners: frozenset[int] = _NONE
     """Examples with such a unit, or with such a difference of two units."""
     singled: frozenset[int] = _NONE
-    """Examples with nearly all squared error of a unit (or a difference) where each example's errors are divided by its
-    own at the model's output: the parameters single them out, and not their loss."""
+    """Examples with nearly all squared error of a unit (or a difference), relative to each example's error at the
+    model's output: the parameters single them out, and not their loss."""
     effective: float = 0.0
-    """(sum |D|)^2 / sum D^2 of a unit's errors, the median over live units: how many examples a row mixes."""
-    heard: float = 1.0
+    """(sum |D|)^2 / sum D^2 of a unit's errors, the median over live units: the number of examples that a row mixes."""
+    learning_share: float = 1.0
     """(sum g)^2 / (n sum g^2) over these relative errors: the share of the examples that the layer learns from."""
     snr: float | None = None
     """D-SNR, max_e |g_e| / |sum of the others|, of linear layers of one input per example."""
     read: frozenset[int] = _NONE
-    """Examples whose input to this layer can be computed from the update that is sent."""
+    """Examples whose input to this layer can be computed from the sent update."""
     visible: frozenset[int] = _NONE
-    """Singled out examples that the update which is sent still shows, if not exactly."""
+    """Singled out examples that the sent update still shows, if not exactly."""
     agreement: float = 0.0
-    """cos^2 of the layer's update with its gradient, where it learns from few examples."""
+    """cos^2 of the layer's update with its gradient, if it learns from few examples."""
     partial: int = 0
-    """Units with an error of some examples, and none of others (`shared_support`)."""
+    """Number of units with an error of some examples, and none of others (`shared_support`)."""
     shared: int = 0
-    """Those that have just the examples of another unit; of what is sent, those whose row is still that of the batch.
+    """Number of those with the same examples as another unit and, in a sent update, with the row of the whole batch.
 
-    Their rows span what one example adds: differences of solved groups of rows show it where no two rows do."""
-    told_apart: int = 0
-    """Groups of examples that the layer's open units tell apart."""
+    Combinations of such rows can isolate an example that no two rows do (`solved`)."""
+    groups: int = 0
+    """Number of groups of examples that the layer's open units distinguish."""
     columns: Isolated | None = None
-    """The same of the columns of a linear layer's weight: which inputs are those of one example, whatever errors are.
+    """The same for the columns of a linear layer's weight: inputs that only one example activates, whatever its error.
 
-    Of the columns an example's error is what is read, and with it, where enough are known, its input."""
+    A column reveals an example's error and, once enough errors are known, its input."""
 
     @property
     def sides(self) -> tuple[Isolated, ...]:
-        """Rows, and columns where they were looked at."""
+        """The rows, and the columns if they were inspected."""
         return (self,) if self.columns is None else (self, self.columns)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of layers that take the same inputs: errors and their support [tokens, K], and what is sent [K, n]."""
+    """Rows of layers with the same inputs: errors and their support [tokens, K], and the sent rows [K, n]."""
 
     errors: Tensor
     sent: Tensor | None
@@ -325,12 +336,13 @@ class _Rows:
 
     @staticmethod
     def joined(layers: list[_Rows]) -> _Rows:
-        """Return the last layer's rows with those of the others, if what is sent of them is known as well."""
-        alike = [own for own in layers if (own.sent is None) is (layers[-1].sent is None)]
-        errors, sent = torch.cat([own.errors for own in alike], 1), [own.sent for own in alike if own.sent is not None]
+        """Join the last layer's rows with those of layers whose sent rows are known or unknown like its own."""
+        alike = [rows for rows in layers if (rows.sent is None) is (layers[-1].sent is None)]
+        errors = torch.cat([rows.errors for rows in alike], 1)
+        sent = [rows.sent for rows in alike if rows.sent is not None]
         if not _affordable(errors):
             return layers[-1]
-        return _Rows(errors, torch.cat(sent) if sent else None, torch.cat([own.support for own in alike], 1))
+        return _Rows(errors, torch.cat(sent) if sent else None, torch.cat([rows.support for rows in alike], 1))
 
 
 @dataclass
@@ -343,17 +355,17 @@ class Pass:
     batch: Batch
     noise: Mapping[str, Tensor]
     sent: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """The update that is about to leave; without it only errors are counted."""
+    """The update to be sent; without it only errors are counted."""
     centred: bool = False
     """Whether running means are replaced by those of the batch."""
     even: bool = False
-    """Whether each example starts back with an error of size 1 at the model's output, as sure as the model is of it."""
+    """Whether every example's error at the model's output is scaled to size 1, however sure the model is."""
     only: frozenset[str] | None = None
-    """The layers that are looked at; all if None."""
-    found: dict[str, Isolated] = field(default_factory=dict[str, Isolated])
+    """The layers to inspect; None for all."""
+    layers: dict[str, Isolated] = field(default_factory=dict[str, Isolated])
 
     def __post_init__(self) -> None:
-        """Prepare what is collected on the way."""
+        """Prepare the values that the hooks collect."""
         self._calls: dict[str, int] = {}
         self._parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self._made: dict[int, tuple[str, Tensor]] = {}
@@ -361,7 +373,7 @@ class Pass:
         self._passed: dict[str, Tensor] = {}
         self._normed: dict[str, tuple[Owned, bool]] = {}
         self._inputs: dict[str, tuple[object, ...]] = {}
-        self._beside: dict[tuple[object, ...], list[_Rows]] = {}
+        self._same_inputs: dict[tuple[object, ...], list[_Rows]] = {}
         self._apart = False
         names, modules = {id(p): name for name, p in self.client.model.named_parameters()}, self.client.model
         self._names = {
@@ -378,7 +390,7 @@ class Pass:
             name: value.detach().clone() if name in lent else value.detach() for name, value in self.params.items()
         }
         start = torch.zeros((), device=inputs.device, requires_grad=True)
-        hooks = [m.register_forward_hook(self._forward(p, m, start)) for p, m in model.named_modules() if _looked(m)]
+        hooks = [m.register_forward_hook(self._forward(p, m, start)) for p, m in model.named_modules() if _inspected(m)]
         if self.centred:
             hooks += [m.register_forward_pre_hook(_centre) for m in model.modules()]
         try:
@@ -386,22 +398,22 @@ class Pass:
                 outputs = call_on(model, {**lent, **fixed, **self.noise}, inputs)
                 if not outputs.requires_grad:
                     return []
-                outputs = outputs.view_as(outputs)  # a node of its own: its hook runs before those of the layers
+                outputs = outputs.view_as(outputs)  # a new node of the graph: its hook runs before those of the layers
                 outputs.register_hook(self._outputs)
                 torch.autograd.grad(self.client.objective.total(outputs, self.batch.targets, penalties), start)
         finally:
             for hook in hooks:
                 hook.remove()
             self._made.clear()
-        return [self.found[path] for path in self._calls if path in self.found]
+        return [self.layers[path] for path in self._calls if path in self.layers]
 
     @property
     def unseen(self) -> tuple[str, ...]:
-        """Name what is sent of matrices (and larger tensors) that belong to no layer which was looked at."""
-        looked = {self._names.get(f"{path}.weight") for path in self.found}
-        within = tuple(f"{path}." for path in self.found if path)
+        """Names of sent matrices (and larger tensors) that belong to no inspected layer."""
+        inspected = {self._names.get(f"{path}.weight") for path in self.layers}
+        within = tuple(f"{path}." for path in self.layers if path)
         matrices = [name for name, value in self.sent.items() if value.ndim > 1 and bool(value.any())]
-        return tuple(name for name in matrices if name not in looked and not name.startswith(within))
+        return tuple(name for name in matrices if name not in inspected and not name.startswith(within))
 
     def _outputs(self, errors: Tensor) -> Tensor | None:
         size = _wide(errors).flatten(1).norm(dim=1)
@@ -410,26 +422,26 @@ class Pass:
         return (errors.transpose(0, -1) / size.to(errors)).transpose(0, -1) if self.even else None
 
     def _by_example(self, value: object) -> bool:
-        """Whether a value is a tensor whose first dimension is the batch: of others nothing is said here."""
+        """Return whether a value is a tensor whose first dimension is the batch; others are not inspected."""
         return isinstance(value, Tensor) and value.ndim > 1 and len(value) == len(self.batch.inputs)
 
     def _forward(self, path: str, module: nn.Module, start: Tensor) -> Callable[..., Any]:
-        """Return the hook that keeps a layer's input until its errors come back."""
+        """Return the forward hook of a layer, which keeps its input until the backward pass has its errors."""
 
         def hook(_module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
-            given: Any = arguments[0] if arguments else None
-            if self._apart or not self._by_example(given) or not self._by_example(output):
+            x: Any = arguments[0] if arguments else None
+            if self._apart or not self._by_example(x) or not self._by_example(output):
                 return output
             output = output if output.requires_grad else output + start
             self._calls[path] = self._calls.get(path, 0) + 1
-            before, _ = self._made.get(id(given), ("", given))
+            before, _ = self._made.get(id(x), ("", x))
             self._made[id(output)] = path, output
             self._passed[path] = output.detach() > 0
-            self._inputs[path] = given.data_ptr(), given.shape, given.stride()
+            self._inputs[path] = x.data_ptr(), x.shape, x.stride()
 
             def back(errors: Tensor) -> None:
                 parts = self._parts.setdefault(path, [])
-                parts.append((_wide(given), _wide(errors)))
+                parts.append((_wide(x), _wide(errors)))
                 if len(parts) == self._calls[path]:
                     self._layer(path, module, self._parts.pop(path), before)
 
@@ -439,7 +451,7 @@ class Pass:
         return hook
 
     def _layer(self, path: str, module: nn.Module, parts: list[tuple[Tensor, Tensor]], before: str) -> None:
-        """Count what a layer isolates, once all of its errors have come."""
+        """Count the examples that a layer isolates, once the errors of all its calls are known."""
         gradients = WeightGradients(module, parts)
         sent, rows = None, as_linear(module, parts)
         if isinstance(module, (nn.Linear, *CONVOLUTIONS)):
@@ -448,7 +460,7 @@ class Pass:
             self._remember(path, rows, sent)
         if self.only is not None and self.only.isdisjoint((path, before)):
             return
-        # A norm has its units where the layer before it has them: 1 of [B, C, L], the last of [B, H, W, C].
+        # A norm has its units in the dimension of the layer before it: 1 of [B, C, L], the last of [B, H, W, C].
         layer = module if isinstance(module, (nn.Linear, *CONVOLUTIONS)) else self.client.model.get_submodule(before)
         by_unit = [_by_unit(errors, isinstance(layer, nn.Linear)) for _, errors in parts]
         sizes = torch.stack(by_unit).sum(0)
@@ -459,53 +471,61 @@ class Pass:
             return
         total = sizes.sum(0)
         live = total > 0
-        found = Isolated(path, int(live.sum()), len(raw.rows), raw.examples, relative.examples)
+        isolated = Isolated(path, int(live.sum()), len(raw.rows), raw.examples, relative.examples)
         mixed = (total.square() / sizes.square().sum(0))[live].median() if bool(live.any()) else 0.0
-        found = replace(found, effective=float(mixed), heard=self._heard([errors for _, errors in parts]))
+        share = self._learning_share([errors for _, errors in parts])
+        isolated = replace(isolated, effective=float(mixed), learning_share=share)
         if rows is not None and _affordable(rows[1]):
-            found = self._tokens(found, *rows, sent)
+            isolated = self._tokens(isolated, *rows, sent)
         elif sent is not None:
             read, visible = gradients.shown(raw, sent, _READ), gradients.shown(relative, sent, _VISIBLE)
-            found = replace(found, read=read, visible=visible)
+            isolated = replace(isolated, read=read, visible=visible)
         partial, alike, groups = shared_support(self._support(path, sizes))
         shared = len(alike) if sent is not None or not self.sent else 0
         if sent is not None and shared > _OFTEN * partial:
-            shared = len(gradients.kept(Owned(alike, alike), sent, _KEPT))
-        found = replace(found, partial=partial, shared=shared, told_apart=groups)
+            shared = len(gradients.unchanged(Owned(alike, alike), sent, _UNCHANGED))
+        isolated = replace(isolated, partial=partial, shared=shared, groups=groups)
         if path in self._normed:
-            found = _behind_norm(found, gradients, sent, *self._normed[path])
-        if sent is not None and found.heard < SILENT:
-            found = replace(found, agreement=gradients.agrees(sent))
-        self.found[path] = found
+            isolated = _behind_norm(isolated, gradients, sent, *self._normed[path])
+        if sent is not None and isolated.learning_share < SILENT:
+            isolated = replace(isolated, agreement=gradients.agrees(sent))
+        self.layers[path] = isolated
 
     def _sent(self, path: str, gradients: WeightGradients) -> Tensor | None:
-        """Return what is sent of a layer's weight; its own gradient where what it is computed from shows that."""
+        """Return the sent update of a layer's weight, as rows; None if it is unknown.
+
+        If torch computes the weight from other tensors (weight norm), only updates of those are sent. Where they agree
+        with the gradients of those tensors, the weight's own gradient is as good as sent.
+        """
         if f"{path}.weight" in self._names:
-            return self._told(path, "weight")
+            return self._sent_parameter(path, "weight")
         sources = {
             name: f"{path}.{name}" for name, _ in gradients.module.named_parameters() if f"{path}.{name}" in self.sent
         }
         if sources.keys() <= {"bias"}:
             return None
         self._apart = True
-        own = source_gradients(gradients.module, {n: self.params[full] for n, full in sources.items()}, gradients.parts)
+        gradient = source_gradients(
+            gradients.module, {n: self.params[full] for n, full in sources.items()}, gradients.parts
+        )
         self._apart = False
-        told = torch.cat([_wide(self.sent[full]).flatten() for full in sources.values()])[None]
-        return gradients.of(slice(None)) if float(1 - agreement(own, told)) < _KEPT else None
+        sent = torch.cat([_wide(self.sent[full]).flatten() for full in sources.values()])[None]
+        return gradients.total(slice(None)) if float(1 - agreement(gradient, sent)) < _UNCHANGED else None
 
-    def _told(self, path: str, kind: str) -> Tensor | None:
-        """Return what is sent of a layer's parameter, whatever it is called."""
+    def _sent_parameter(self, path: str, kind: str) -> Tensor | None:
+        """Return the sent update of a layer's parameter, under whatever name the model has it."""
         return _maybe_wide(self.sent.get(self._names.get(f"{path}.{kind}", "")))
 
     def _remember(self, path: str, rows: Part, sent: Tensor | None) -> None:
-        """Keep a layer's rows for the layers that take the same inputs."""
+        """Keep a layer's rows for other layers with the same inputs."""
         errors = rows[1].flatten(0, -2)
-        own = _Rows(errors, None if sent is None else sent.flatten(1), self._support(path, errors))
-        self._beside.setdefault(self._inputs[path], []).append(own)
+        kept_rows = _Rows(errors, None if sent is None else sent.flatten(1), self._support(path, errors))
+        self._same_inputs.setdefault(self._inputs[path], []).append(kept_rows)
 
-    def _heard(self, errors: list[Tensor]) -> float:
-        """Return the share of the examples that a layer learns from; 1 if hardly an example has an error."""
+    def _learning_share(self, errors: list[Tensor]) -> float:
+        """Return the share of the examples that a layer learns from; 1 with too few errors to tell."""
         largest = max(float(part.abs().amax()) for part in errors) or 1.0
+        # Divided by the largest error before squaring: squares of tiny errors would underflow.
         energy = torch.stack([(part / largest).flatten(1).square().sum(1) for part in errors]).sum(0)
         gains = energy.sqrt() / self._errors
         sure = int(self._errors.isfinite().sum())
@@ -513,65 +533,65 @@ class Pass:
         return float(gains.sum().square()) / squares / sure if squares and sure >= _FEWEST else 1.0
 
     def _support(self, path: str, sizes: Tensor) -> Tensor:
-        """Tell which units each example opens [B, K]: by errors, or if none is zero (leaky activations) by outputs."""
+        """Return the units open for each example [B, K]: by errors, or by outputs if no error is zero (leaky ReLU)."""
         support, passed = sizes != 0, self._passed[path].flatten(1)
         leaky = bool(support[support.any(1)].all()) and passed.shape == support.shape
         return support & passed if leaky else support
 
-    def _tokens(self, found: Isolated, x: Tensor, errors: Tensor, sent: Tensor | None) -> Isolated:
-        """Count a linear layer's units and differences of two, token by token, and solve for its inputs.
+    def _tokens(self, isolated: Isolated, x: Tensor, errors: Tensor, sent: Tensor | None) -> Isolated:
+        """Count a linear layer's isolated tokens by rows, differences of rows and columns, and solve for its inputs.
 
-        Layers that have been looked at and take the same inputs count as more rows of this one.
+        Earlier layers with the same inputs count as more rows of this one.
         """
-        each = len(x.flatten(0, -2)) // len(x)
+        per_example = len(x.flatten(0, -2)) // len(x)
         x, errors = x.flatten(0, -2), errors.flatten(0, -2)
-        size = self._errors.repeat_interleave(each)
+        size = self._errors.repeat_interleave(per_example)
         sent = None if sent is None else sent.flatten(1)
-        rows = _Rows.joined(self._beside[self._inputs[found.layer]])
+        rows = _Rows.joined(self._same_inputs[self._inputs[isolated.layer]])
         sets = _sets(Inputs(x), rows.errors, size, rows.sent, rows.support)
-        if sent is not None and (shift := self._told(found.layer, "bias")) is not None:
+        if sent is not None and (shift := self._sent_parameter(isolated.layer, "bias")) is not None:
             sets["read"] |= Inputs(x).solved(divided(sent, shift), _READ)
-        columns = self._columns(found.layer, x, errors, sent)
+        columns = self._columns(isolated.layer, x, errors, sent)
         if sent is not None:
             sets["read"] |= _unmixed(x, errors, columns["read"], sent)
-        side = replace(Isolated(f"{found.layer}, columns"), **_examples(columns, each))
-        snr = Inputs(x).snr(errors) if each == 1 else None
-        return replace(found, snr=snr, columns=side, **_examples(sets, each))
+        side = replace(Isolated(f"{isolated.layer}, columns"), **_examples(columns, per_example))
+        snr = Inputs(x).snr(errors) if per_example == 1 else None
+        return replace(isolated, snr=snr, columns=side, **_examples(sets, per_example))
 
     def _columns(self, path: str, x: Tensor, errors: Tensor, sent: Tensor | None) -> dict[str, set[int]]:
-        """Find the tokens that columns isolate: the weight's gradient turned round is one of inputs D_e and errors x_e.
+        """Find the tokens that columns isolate: the transposed gradient has inputs D_e and errors x_e.
 
-        An input that is active for one example counts. As visible count those that no error reaches: the rows of the
-        layer before show the others.
+        A column isolates a token if only that token activates its input. Visible are those whose input passes no error
+        back; the others show in the rows of the layer before.
         """
         length = errors.double().norm(dim=1)
         length = torch.where(length > _SURE * length.amax(), length, torch.inf).to(x)
         turned = torch.where(length.isfinite()[:, None], x * length[:, None], 0.0)
         inputs, update = Inputs(errors / length[:, None]), None if sent is None else sent.T
-        found = _sets(inputs, turned, length, update, turned != 0)
+        sets = _sets(inputs, turned, length, update, turned != 0)
         weight = _maybe_wide(self.params.get(self._names.get(f"{path}.weight", "")))
         if update is not None and weight is not None:
             silent = ((errors @ weight.flatten(1) == 0) | (turned == 0)).all(0) & (turned != 0).any(0)
             quiet = turned[:, silent]
-            found["visible"] = _sets(inputs, quiet, length, update[silent], quiet != 0)["visible"]
-        return found
+            sets["visible"] = _sets(inputs, quiet, length, update[silent], quiet != 0)["visible"]
+        return sets
 
 
 def _sets(inputs: Inputs, errors: Tensor, size: Tensor, sent: Tensor | None, support: Tensor) -> dict[str, set[int]]:
-    """Find the tokens that rows, differences of two rows and solved groups of rows isolate, and show in what is sent.
+    """Find the tokens that rows, differences of two rows and solved groups isolate, and those that the update shows.
 
-    `size` are the tokens' errors at the model's output.
+    `size` has the tokens' errors at the model's output.
     """
     scales, size = unit_scales(errors), size[:, None]
     scaled = errors / scales
     owners, singled, read, visible = set[int](), set[int](), set[int](), set[int]()
     for pairs in (None, partners(scaled, scaled / size)):
-        own, as_sent = difference(scaled.T, pairs).T, unscaled(pairs, scales)
-        raw, relative = Owned.of(own.abs(), _ALONE), Owned.of((own / size).square(), _SINGLED)
+        sizes, as_sent = difference(scaled.T, pairs).T, unscaled(pairs, scales)
+        raw, relative = Owned.of(sizes.abs(), _ALONE), Owned.of((sizes / size).square(), _SINGLED)
         owners |= raw.examples
         singled |= relative.examples
         if sent is not None:
-            rows, weights = difference(sent, chosen(as_sent, raw.rows)), own[raw.owner, raw.rows].double()
+            rows, weights = difference(sent, chosen(as_sent, raw.rows)), sizes[raw.owner, raw.rows].double()
             weights *= (scales if pairs is None else scales[pairs[0]])[raw.rows].double()
             read |= inputs.pooled(rows, raw.owner, weights, _READ)
             rows = difference(sent, chosen(as_sent, relative.rows))
@@ -586,50 +606,53 @@ def _sets(inputs: Inputs, errors: Tensor, size: Tensor, sent: Tensor | None, sup
     return {"owners": owners, "singled": singled, "read": read, "visible": visible}
 
 
-def _examples(sets: Mapping[str, set[int]], each: int) -> dict[str, Any]:
-    """Return the examples of tokens, of which each has so many."""
-    return {name: frozenset(token // each for token in own) for name, own in sets.items()}
+def _examples(sets: Mapping[str, set[int]], per_example: int) -> dict[str, Any]:
+    """Convert sets of tokens into sets of examples with this number of tokens."""
+    return {name: frozenset(token // per_example for token in tokens) for name, tokens in sets.items()}
 
 
 def _unmixed(x: Tensor, errors: Tensor, known: set[int], sent: Tensor) -> set[int]:
-    """Return those whose input is solved for by the errors [B, K] that columns show of some: dW = sum_e D_e x_e^T."""
+    """Return tokens whose input solves dW = sum_e D_e x_e^T by least squares, with errors [B, K] known from columns.
+
+    Errors are normalised: columns show them only up to a factor.
+    """
     tokens = torch.tensor(sorted(known), dtype=torch.long, device=sent.device)
-    own = errors[tokens].double()
-    own = own / own.norm(dim=1, keepdim=True)
-    rows = torch.linalg.pinv(own @ own.T, hermitian=True) @ (own @ sent.double())
+    directions = errors[tokens].double()
+    directions = directions / directions.norm(dim=1, keepdim=True)
+    rows = torch.linalg.pinv(directions @ directions.T, hermitian=True) @ (directions @ sent.double())
     return Inputs(x).near(rows, tokens, _READ)
 
 
 def read_from(weight: Tensor, bias: Tensor, x: Tensor) -> int:
-    """Count the inputs [B, n] that are quotients of an update's rows and biases."""
+    """Count the inputs [B, n] that are quotients of an update's rows and biases, x = dW_i / db_i."""
     return len(Inputs(_wide(x)).solved(divided(_wide(weight), _wide(bias)), _READ))
 
 
 def _behind_norm(
-    found: Isolated, gradients: WeightGradients, sent: Tensor | None, behind: Owned, mixing: bool
+    isolated: Isolated, gradients: WeightGradients, sent: Tensor | None, behind: Owned, mixing: bool
 ) -> Isolated:
-    """Add what the norm behind a layer isolates: its errors are mixed again on their way to the layer.
+    """Add the examples that the norm behind a layer isolates, since errors are mixed again on their way to the layer.
 
-    A norm of single examples leaves their input visible in the row. One over the batch takes off the batch's mean and
-    trend, which a server with public images puts back.
+    A norm of single examples leaves their input visible in the row. One over the batch subtracts the batch's mean and
+    trend, which a server with auxiliary data can add again.
     """
-    singled, (x, _) = found.singled | behind.examples, gradients.parts[0]
+    singled, (x, _) = isolated.singled | behind.examples, gradients.parts[0]
     if sent is None:
-        return replace(found, singled=singled)
-    visible = gradients.kept(behind, sent, _VISIBLE)
+        return replace(isolated, singled=singled)
+    visible = gradients.unchanged(behind, sent, _VISIBLE)
     read = visible if mixing else _NONE
     if x.ndim == 2 and not mixing:
         read = frozenset(Inputs(x).near(sent[behind.rows], behind.owner, _VISIBLE))
-    return replace(found, singled=singled, visible=found.visible | visible, read=found.read | read)
+    return replace(isolated, singled=singled, visible=isolated.visible | visible, read=isolated.read | read)
 
 
-def _looked(module: nn.Module) -> bool:
-    """Whether a module's errors are looked at: those of layers with weights, and of norms."""
+def _inspected(module: nn.Module) -> bool:
+    """Return whether a module is inspected: layers with weights, and norms."""
     return isinstance(module, (nn.Linear, *CONVOLUTIONS, BatchStatistics)) or "Norm" in type(module).__name__
 
 
 def _mixes(module: nn.Module) -> bool:
-    """Whether a norm takes its statistics from the batch."""
+    """Return whether a norm uses statistics of the batch."""
     return isinstance(module, BatchStatistics) or (isinstance(module, BatchNorm) and module.training)
 
 

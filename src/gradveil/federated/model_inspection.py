@@ -1,13 +1,19 @@
-"""A client's inspection of a received model: patterns that honest training does not produce.
+"""A client's inspection of a received model for patterns that honest training does not produce.
 
-Rows that are copies of each other with graded biases (imprint), rows whose positive weights are the negative ones
-scaled (trap), biases that hold most units of a layer shut (quantile), layers that are dead or far out of scale, a last
-layer that lets one class or one feature through (fishing), and a jump that no client's update explains. Nothing here
-proves a server honest, and weights can be made to look random. This is the second line: the first is the client's look
-at its own update (`gradveil.federated.update_inspection`), which needs no pattern.
+The patterns are:
 
-Layers are found by the names of what was received, so that a server's tensors are looked at whatever the client's model
-calls its own. The model says which of them are embeddings, and which is the last one.
+- imprint: rows that are copies of each other, with graded biases
+- trap: rows whose positive weights are the negative ones, scaled
+- quantile: biases that close most units of a layer
+- extreme: layers that are dead or far out of scale
+- fishing: a last layer that lets one class or one feature through
+- jump: a change of the parameters that no client's update explains
+
+No finding does not prove a server honest: weights can be made to look random. The first line of defence is the client's
+inspection of its own update (`gradveil.federated.update_inspection`), which needs no pattern.
+
+Layers are found by the names of the received tensors, so every tensor of the server is inspected, whatever the client's
+model calls its parameters. The model shows which of them are embeddings, and which is the last layer.
 """
 
 from __future__ import annotations
@@ -26,39 +32,43 @@ from gradveil.nn.module_paths import last_layer
 Family = Literal["imprint", "trap", "quantile", "extreme", "fishing", "jump", "not finite", "leak", "malice"]
 Policy = Literal["warn", "refuse", "ignore"]
 POLICY = Choice(get_args(Policy))
-"""What may be said: a policy that is misspelt must not pass for a milder one."""
+"""Valid policies: a misspelt one must not pass for a milder one."""
 
 _ROWS = 8
-"""A layer with fewer rows is too small to tell a pattern from chance."""
+"""Smallest number of rows in which a pattern differs from chance."""
 _COLUMNS = 16
+"""Smallest number of weights per row in which a pattern differs from chance."""
 _MOST, _SOME = 0.5, 0.1
-"""The share of a layer's rows that have to show a trace; of rows that are copies down to their size, a tenth does."""
+"""Share of a layer's rows that have to show a pattern; a tenth is enough for copies of equal size."""
 _PARALLEL = 0.999
+"""Cosine above which rows are parallel."""
 _JITTERED, _COPIED = 0.99, 0.02
-"""How parallel copies are that jitter of a tenth of each weight was added to, and how far their sizes differ."""
+"""Cosine and relative difference of sizes of copies with a jitter of a tenth of each weight."""
 _JITTER = 0.05
-"""How far the cuts of parallel rows of any size lie apart, in units of the largest."""
+"""Least spread of the cuts (bias / size) of parallel rows, in units of the largest."""
 _PAIRED = 2e-3
+"""Largest relative distance of a row's positive weights from its negative ones, scaled."""
 _BALANCED = 0.01
-"""How far sums of positive over those of negative weights lie from each other in rows that were scaled alike."""
+"""Relative difference of the ratios of positive to negative weights in rows of one scale."""
 _OUT_OF_SCALE = 50.0
+"""Factor by which no honest layer scales a signal; its inverse square makes a layer dead."""
 _NOTHING = 0.02
-"""A row or column of a last layer this much smaller than the largest lets nothing through."""
+"""Relative size below which a row or column of the last layer lets nothing through."""
 _EMPTY = 0.9
-"""The share of a layer's rows that pruning leaves at zero, and no more. A layer that is zero as a whole starts so."""
+"""Largest share of zero rows that pruning explains. A layer that is zero as a whole may start so."""
 _SHUT, _UNITS, _CHANNELS = 0.7, 0.4, 1.25
-"""The share of units with biases below zero, their median in units of the row's length, and how far biases of a norm
-lie below zero in units of its weights. Honest medians lie above -0.15."""
+"""Share of units with biases below zero, their median in units of the row's length, and the bias of a norm below zero
+in units of its weights. Honest medians are above -0.15."""
 _KINDS = 8
-"""Sizes that the weights of a row have at least: those of quantised rows say nothing."""
+"""Smallest number of different weights in a row: rows of quantised layers pair by chance."""
 _NATS = 20.0
-"""A difference of last biases beyond which a class is as good as excluded; one in a million examples is 14."""
+"""Difference of last biases beyond which a class is excluded; one in a million examples is 14."""
 _JUMP, _LEAP, _FAR = 10.0, 0.3, 3.0
-"""How often as far as one's own update, and how far in sizes of the tensor, nothing honest moves in one round. Both are
-asked for: a server's momentum goes on where gradients have vanished, but not across the tensor. The last is the size
-alone, where one's own update is not known."""
+"""Distances that no honest round moves: in units of the client's own update, and in sizes of the tensor. A jump exceeds
+both, since a server's momentum continues where gradients have vanished, but not across the whole tensor. The last is
+the size alone, for an unknown update."""
 _BLOCK = 1024
-"""Rows that are compared at once, so that wide layers take little memory."""
+"""Number of rows compared at once, to bound the memory of wide layers."""
 _REMEDY = "do not train on it: ask who runs the server, or leave this round out"
 _REMEDIES: Mapping[str, str] = {
     "leak": "train on larger batches, clip and add noise, or leave this round out",
@@ -68,20 +78,20 @@ _REMEDIES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One trace of a manipulation: which layer, which family, and what was seen."""
+    """One indicator of a manipulation: its family, the layer, and the evidence."""
 
     family: Family
     where: str
-    what: str
+    evidence: str
 
     def problem(self, severity: Literal["error", "warning"]) -> Problem:
-        """Say it as every other problem is said."""
-        return Problem(self.where, f"{self.family}: {self.what}", _REMEDIES.get(self.family, _REMEDY), severity)
+        """Return the finding as a problem with a fix."""
+        return Problem(self.where, f"{self.family}: {self.evidence}", _REMEDIES.get(self.family, _REMEDY), severity)
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer's weights, a row for each of its units, and their biases."""
+    """One layer's weights, one row per unit, and their biases."""
 
     name: str
     rows: Tensor
@@ -90,7 +100,7 @@ class _Layer:
 
     @staticmethod
     def of(name: str, weight: Tensor, received: Mapping[str, Tensor]) -> _Layer:
-        """Find the biases by their name, or where names say nothing behind the weights."""
+        """Find the biases by name, or if names do not help, directly after the weights."""
         path, dot, kind = _weight(name).rpartition(".")
         if "weight" in kind:
             bias_name = path + dot + kind.replace("weight", "bias")
@@ -113,68 +123,67 @@ def inspect(
     sent: Mapping[str, Tensor] | None = None,
     rounds: int = 1,
 ) -> list[Finding]:
-    """Look for traces of manipulation in received parameters (and buffers), of this model if one is given.
+    """Look for indicators of manipulation in received parameters (and buffers), with the help of a model if given.
 
-    `previous` are the parameters of so many `rounds` before, `sent` the update that this client sent in answer to them
-    (parameters in minus parameters out): with them a jump can be told. The more rounds have passed, the less is one.
+    A jump is found by comparison with the parameters `previous`, received `rounds` before, and with the update `sent`
+    (parameters in minus parameters out) that this client then replied with. The bound grows with the rounds.
     """
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for name, value in received.items():
         if not bool(torch.isfinite(value).all()):
-            found.append(Finding("not finite", name, "holds NaN or infinite values"))
-    broken = {finding.where for finding in found}
+            findings.append(Finding("not finite", name, "holds NaN or infinite values"))
+    broken = {finding.where for finding in findings}
     layers = _layers(model, received)
     last = _last(model, layers)
     for name, weight in layers.items():
         layer = _Layer.of(name, weight, received)
         if name in broken or layer.bias_name in broken:
             continue
-        looks = (_fishing,) if name == last else (_imprint, _trap, _quantile, _extreme)
-        for look in looks:
-            found += look(layer)
-    found += _norms(received, broken)
+        for check in (_fishing,) if name == last else (_imprint, _trap, _quantile, _extreme):
+            findings += check(layer)
+    findings += _norms(received, broken)
     if previous is not None:
-        found += _jump(received, previous, sent, broken, rounds)
-    return found
+        findings += _jump(received, previous, sent, broken, rounds)
+    return findings
 
 
 def guarded(
     model: nn.Module | None,
     received: Mapping[str, Tensor],
     policy: Policy,
-    tell: Callable[[Finding], None],
+    report: Callable[[Finding], None],
     previous: Mapping[str, Tensor] | None = None,
     sent: Mapping[str, Tensor] | None = None,
     rounds: int = 1,
 ) -> None:
-    """Inspect a received model and act as the policy says: refuse by raising, tell every finding, or do nothing."""
+    """Inspect a received model and apply the policy: raise an error, report every finding, or do nothing."""
     refuse(POLICY.problems("guard", policy))
     if policy == "ignore":
         return
-    found = inspect(model, received, previous, sent, rounds)
-    if policy == "refuse" and found:
-        raise GradveilError(finding.problem("error") for finding in found)
-    for finding in found:
-        tell(finding)
+    findings = inspect(model, received, previous, sent, rounds)
+    if policy == "refuse" and findings:
+        raise GradveilError(finding.problem("error") for finding in findings)
+    for finding in findings:
+        report(finding)
 
 
 def _layers(model: nn.Module | None, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Pick the weights of layers: matrices called `weight`, or every matrix where names say nothing; no embeddings."""
+    """Return the weights of layers: matrices called `weight`, or else every matrix; no embeddings."""
     modules = dict(model.named_modules()) if model is not None else {}
-    own = dict(model.named_parameters()) if model is not None else {}
+    parameters = dict(model.named_parameters()) if model is not None else {}
 
     def embeds(name: str) -> bool:
         module = modules.get(_weight(name).rpartition(".")[0])
         return "emb" in name.lower() if module is None else isinstance(module, nn.Embedding)
 
-    # Whole numbers in the place of a parameter are its values as soon as the model has taken them up.
-    matrices = {n: v for n, v in received.items() if v.ndim >= 2 and own.get(n, v).is_floating_point()}
+    # Integers in place of a parameter become its values once the model has loaded them.
+    matrices = {n: v for n, v in received.items() if v.ndim >= 2 and parameters.get(n, v).is_floating_point()}
     called = {name: value for name, value in matrices.items() if "weight" in _kind(_weight(name))}
     return {name: value for name, value in (called or matrices).items() if value.numel() and not embeds(name)}
 
 
 def _last(model: nn.Module | None, layers: Mapping[str, Tensor]) -> str | None:
-    """Name the last layer's weight: where no model tells, the matrix of the fewest rows, in whatever order it came."""
+    """Return the name of the last layer's weight; without a model, the last matrix with the fewest rows."""
     try:
         path = last_layer(model) if model is not None else ""
     except GradveilError:
@@ -186,7 +195,7 @@ def _last(model: nn.Module | None, layers: Mapping[str, Tensor]) -> str | None:
 
 
 def _weight(name: str) -> str:
-    """Name the weight that a tensor is a part of, where torch parametrises it.
+    """Return the weight that a tensor parametrises, or the name itself.
 
     >>> _weight("head.parametrizations.weight.original1"), _weight("head.weight")
     ('head.weight', 'head.weight')
@@ -204,7 +213,7 @@ def _most(value: Tensor) -> float:
 
 
 def _imprint(layer: _Layer) -> Iterator[Finding]:
-    """Tell rows that are copies of one measurement, with biases that cut its range into bins."""
+    """Report rows that are copies of one measurement, with biases that cut its range into bins."""
     rows, bias = layer.rows, layer.bias
     if len(rows) < _ROWS or rows.shape[1] < _COLUMNS:
         return
@@ -212,7 +221,7 @@ def _imprint(layer: _Layer) -> Iterator[Finding]:
     unit = (rows / sizes[:, None].clamp(min=1e-30)).float()
     same = _shared(unit, _PARALLEL)
     number = int(same.sum())
-    # A tenth of the rows has to differ in bias too: units that learn the same do not. Jittered ones agree in size.
+    # Copies also differ in bias, while units that have learned the same do not. Jittered copies agree in size.
     near = _shared(unit, _JITTERED)
     graded = bias is not None and len(bias[near].unique()) > 0.5 * int(near.sum())
     copies = int(((sizes[near] / sizes[near].median() - 1).abs() < _COPIED).sum()) if graded else 0
@@ -228,13 +237,13 @@ def _imprint(layer: _Layer) -> Iterator[Finding]:
 
 
 def _shared(unit: Tensor, least: float) -> Tensor:
-    """Tell which rows have the direction that most rows share, if they share one: that of most of them."""
+    """Return which rows have the direction that most rows share."""
     alike = torch.cat([((block @ unit.T).abs() > least).sum(1) for block in unit.split(_BLOCK)])
     return (unit @ unit[int(alike.argmax())]).abs() > least
 
 
 def _trap(layer: _Layer) -> Iterator[Finding]:
-    """Tell rows of which half of the weights are the other half, negative and scaled by one number."""
+    """Report rows in which half of the weights are the other half, negative and scaled by one number."""
     name, rows = layer.name, layer.rows
     half = rows.shape[1] // 2
     if len(rows) < _ROWS or half < _COLUMNS:
@@ -242,7 +251,7 @@ def _trap(layer: _Layer) -> Iterator[Finding]:
     exact: list[Tensor] = []
     halved: list[Tensor] = []
     for block in rows.split(_BLOCK):
-        # Few rows of an honest layer are split in half, and sorting takes its time.
+        # Sorting is slow, and few rows of an honest layer have as many positive as negative weights.
         in_half = ((block <= 0).sum(1) >= half) & ((block >= 0).sum(1) >= half)
         ordered = block[in_half].sort(1).values
         below, above = -ordered[:, :half], ordered.flip(1)[:, :half]
@@ -254,16 +263,16 @@ def _trap(layer: _Layer) -> Iterator[Finding]:
         halved.append(scale[(below[:, -1] > 0) & (above[:, -1] > 0) & various])
     paired, alike = torch.cat(exact), _densest(torch.cat(halved))
     if len(paired) >= max(_ROWS, _MOST * len(rows)):
-        what = f"in {len(paired)} of {len(rows)} rows the positive weights are the negative ones times"
-        yield Finding("trap", name, f"{what} {float(paired.median()):.3f}")
+        evidence = f"in {len(paired)} of {len(rows)} rows the positive weights are the negative ones times"
+        yield Finding("trap", name, f"{evidence} {float(paired.median()):.3f}")
     elif len(alike) >= max(_ROWS, _SOME * len(rows)):
         # Of n random weights just half are positive once in sqrt(pi n / 2) rows, and then the sums differ.
-        what = f"in {len(alike)} of {len(rows)} rows just half of the weights are positive, and their sum is"
-        yield Finding("trap", name, f"{what} {float(alike.median()):.3f} times that of the others")
+        evidence = f"in {len(alike)} of {len(rows)} rows just half of the weights are positive, and their sum is"
+        yield Finding("trap", name, f"{evidence} {float(alike.median()):.3f} times that of the others")
 
 
 def _densest(scales: Tensor) -> Tensor:
-    """Pick as many numbers as lie within one window, twice the tolerance wide."""
+    """Return the most numbers within one window of twice the tolerance."""
     ordered = scales.sort().values
     ends = torch.searchsorted(ordered, ordered * (1 + 2 * _BALANCED), right=True)
     counts = ends - torch.arange(len(ordered), device=ordered.device)
@@ -272,21 +281,23 @@ def _densest(scales: Tensor) -> Tensor:
 
 
 def _quantile(layer: _Layer) -> Iterator[Finding]:
-    """Report biases that hold most units shut for most inputs (Nowak et al. 2024), where the weights are honest."""
+    """Report biases that close most units for most inputs (Nowak et al. 2024), with honest weights."""
     sizes = layer.rows.norm(dim=1)
     live = sizes > 0
     if layer.bias is None or int(live.sum()) < 2 * _ROWS or layer.rows.shape[1] < _COLUMNS:
         return
     cuts = layer.bias[live] / sizes[live]
     shut, median = int((cuts < 0).sum()), -float(cuts.median())
-    # Beyond what inputs of size 1 reach units are dead, which is another trace.
+    # Biases beyond the reach of inputs of size 1 make units dead, which `_extreme` reports.
     if shut >= _SHUT * len(cuts) and _UNITS < median <= layer.rows.shape[1] ** 0.5:
-        what = f"is below zero in {shut} of {len(cuts)} units, by {median:.2f} times the length of a row in the median"
-        yield Finding("quantile", layer.bias_name, what)
+        evidence = (
+            f"is below zero in {shut} of {len(cuts)} units, by {median:.2f} times the length of a row in the median"
+        )
+        yield Finding("quantile", layer.bias_name, evidence)
 
 
 def _norms(received: Mapping[str, Tensor], broken: set[str]) -> Iterator[Finding]:
-    """Report norms that are far out of scale, or whose biases hold most channels shut."""
+    """Report norms that are far out of scale, or whose biases close most channels."""
     for name, scale in received.items():
         if scale.ndim != 1 or _kind(name) != "weight" or name in broken:
             continue
@@ -298,12 +309,12 @@ def _norms(received: Mapping[str, Tensor], broken: set[str]) -> Iterator[Finding
             continue
         shut = int((bias.double() < -_CHANNELS * scale.double().abs())[scale != 0].sum())
         if shut > _SHUT * len(bias):
-            what = f"lies {_CHANNELS} deviations or more below zero in {shut} of {len(bias)} channels"
-            yield Finding("quantile", bias_name, what)
+            evidence = f"lies {_CHANNELS} deviations or more below zero in {shut} of {len(bias)} channels"
+            yield Finding("quantile", bias_name, evidence)
 
 
 def _extreme(layer: _Layer) -> Iterator[Finding]:
-    """Tell layers that are dead, or so far out of scale that what passes them is no feature any more."""
+    """Report layers that are dead, or so far out of scale that no features pass them."""
     name, rows, bias = layer.name, layer.rows, layer.bias
     fan_in = rows.shape[1]
     # A layer that keeps the variance of its input has weights of root mean square 1 / sqrt(fan in).
@@ -327,16 +338,16 @@ def _extreme(layer: _Layer) -> Iterator[Finding]:
     if float(bias.abs().max()) > _OUT_OF_SCALE:
         yield Finding("extreme", layer.bias_name, f"reaches {float(bias.abs().max()):.3g}")
     elif beyond > _MOST * int((sizes > 0).sum()):
-        what = f"lies beyond what inputs of size 1 reach in {beyond} of {len(rows)} units"
-        yield Finding("extreme", layer.bias_name, what)
+        evidence = f"lies beyond what inputs of size 1 reach in {beyond} of {len(rows)} units"
+        yield Finding("extreme", layer.bias_name, evidence)
 
 
 def _fishing(layer: _Layer) -> Iterator[Finding]:
-    """Tell a last layer that lets the examples of one class, or of one feature, be the only ones that count."""
+    """Report a last layer in which only the examples of one class, or of one feature, count."""
     name, rows, bias = layer.name, layer.rows, layer.bias
     sizes = rows.norm(dim=1)
     empty = sizes <= _NOTHING * sizes.max()
-    # A class or two may have been pruned away; to fish for some, a server empties the others.
+    # Pruning may remove a class or two. To fish for a class, a server empties most of the others.
     if len(rows) <= 2 * int(empty.sum()) < 2 * len(rows):
         yield Finding("fishing", name, f"{int(empty.sum())} of {len(rows)} classes have no weights to speak of")
     if rows.shape[1] >= _COLUMNS and bool((~empty).any()):
@@ -356,22 +367,22 @@ def _jump(
     broken: set[str],
     rounds: int,
 ) -> Iterator[Finding]:
-    """Tell parameters that moved farther than the mean of updates like one's own moves them."""
+    """Report parameters that moved farther than a mean of updates like the client's own moves them."""
     for name, before in previous.items():
-        now = received.get(name)
+        after = received.get(name)
         if name in broken:
             continue
-        if now is None or now.shape != before.shape:
+        if after is None or after.shape != before.shape:
             yield Finding("jump", name, "was there in the round before, with another shape or not at all now")
             continue
-        moved = float((now.double() - before.double()).norm())
-        # What starts at zero is measured by what keeps a signal's size: rows of length 1, biases of 1.
+        moved = float((after.double() - before.double()).norm())
+        # Parameters near zero are measured by those that keep a signal's size: rows of length 1, biases of 1.
         whole = len(before) ** 0.5 if before.ndim else 1.0
         size = max(float(before.double().norm()), 0.5 * whole if before.ndim > 1 else whole)
-        own = None if sent is None or name not in sent else float(sent[name].double().norm())
-        if own is None:
+        update_size = None if sent is None or name not in sent else float(sent[name].double().norm())
+        if update_size is None:
             if moved > _FAR * rounds**0.5 * size:
                 yield Finding("jump", name, f"moved by {moved / size:.3g} times its size")
-        elif moved > _JUMP * rounds * own and moved > _LEAP * rounds**0.5 * size:
-            often = f"{moved / own:.3g} times as far as" if own else "without"
+        elif moved > _JUMP * rounds * update_size and moved > _LEAP * rounds**0.5 * size:
+            often = f"{moved / update_size:.3g} times as far as" if update_size else "without"
             yield Finding("jump", name, f"moved by {moved / size:.3g} times its size, {often} one's own update")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,8 +32,9 @@ from gradveil.data.pixel_range import Bounds, pixel_statistics
 from gradveil.defences import Defence, parse
 from gradveil.federated.training_config import LocalConfig, TrainConfig
 from gradveil.federated.training_run import FAILED, TRAINING_RUN, describe, load_training, run, trial_file
-from gradveil.federated.training_setup import TrainingSetting, TrainingTrial, setting_problems
+from gradveil.federated.training_setup import TrainingSetting, TrainingTrial, device_problems, setting_problems
 from gradveil.federated.training_state import RoundResult, Status
+from gradveil.nn.model_outputs import adopted
 from gradveil.nn.module_paths import called, count_classes
 from gradveil.nn.surgery import prepare as prepared
 from gradveil.nn.weight_files import fingerprint, read_weights
@@ -51,6 +53,7 @@ class TrainResult:
     """The run directory; a temporary one is removed together with the result."""
     files: Mapping[str, Path]
     write_report: Callable[[Path, Path], Path]
+    draw_figure: Callable[..., Any]
 
     @property
     def accuracy(self) -> dict[str, float | None]:
@@ -77,12 +80,19 @@ class TrainResult:
         """Write curves and costs as one HTML file, by default into the run directory; return its path."""
         return self.write_report(self.path, Path(path) if path else self.path / "report.html")
 
+    def plot(self, kind: str = "curve", **choices: Any) -> Any:
+        """Draw accuracy or loss over the rounds and return it as a matplotlib Figure, which a notebook shows.
+
+        The choices are those of `plot` of an audit's result. It needs the extra `plot`.
+        """
+        return self.draw_figure([self.path], kind, **choices)
+
     def __str__(self) -> str:
         """Render a row for each defence."""
-        table = Table("defence", "status", "accuracy", "rounds", "sent a round", "received a round")
-        for name, told in self.summaries.items():
-            sent, got = (size(told[key]) for key in ("bytes_up", "bytes_down"))
-            table.add_row(name, told["status"], percent(told["accuracy"]), str(told["rounds"]), sent, got)
+        titles, *rows = self._cells()
+        table = Table(*titles)
+        for row in rows:
+            table.add_row(*row)
         console = Console(width=120, color_system=None, markup=False)
         with console.capture() as capture:
             console.print(table)
@@ -92,8 +102,22 @@ class TrainResult:
         return capture.get()
 
     def __repr__(self) -> str:
-        """Show the same where a notebook shows a value."""
-        return str(self)
+        """Name the accuracies and the run directory in a line."""
+        accuracies = ", ".join(f"{name} {percent(value)}" for name, value in self.accuracy.items())
+        return f"TrainResult(accuracy: {accuracies}; path={str(self.path)!r})"
+
+    def _repr_html_(self) -> str:
+        titles, *rows = self._cells()
+        head = "".join(f"<th>{title}</th>" for title in titles)
+        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def _cells(self) -> Iterator[tuple[str, ...]]:
+        """Yield the titles, then a row for each defence."""
+        yield "defence", "status", "accuracy", "rounds", "sent per round", "received per round"
+        for name, told in self.summaries.items():
+            sent, got = (size(told[key]) for key in ("bytes_up", "bytes_down"))
+            yield name, told["status"], percent(told["accuracy"]), str(told["rounds"]), sent, got
 
 
 def train_model(
@@ -107,6 +131,7 @@ def train_model(
     local: Local | Mapping[str, Any] | None,
     *,
     write_report: Callable[[Path, Path], Path],
+    draw_figure: Callable[..., Any],
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     bounds: Bounds = None,
@@ -121,6 +146,7 @@ def train_model(
     against = named("defences", defences, partial(parse, own=True), problems)
     refuse(problems)
     splits = _splits(model, data, test, bounds, mean, std)
+    model = adopted(model, splits.public.inputs[:1])
     if prepare:
         few = splits.public.subset(range(min(4, len(splits.public))))
         try:
@@ -142,8 +168,9 @@ def train_model(
         }
     )
     setting = TrainingSetting(config, splits, model=model, defences=against, loss=loss)
+    refuse(list(device_problems(config.device, config.precision)))
     refuse([_as_argument(problem, prepare) for problem in setting_problems(setting)])
-    return _run(setting, out, write_report, progress)
+    return _run(setting, out, partial(TrainResult, write_report=write_report, draw_figure=draw_figure), progress)
 
 
 def _wrong_objects(model: Any, data: Any, test: Any, settings: Mapping[str, Any]) -> Iterator[Problem]:
@@ -234,7 +261,7 @@ def _fingerprint(model: nn.Module, splits: Splits) -> str:
 def _run(
     setting: TrainingSetting,
     out: Path | str | None,
-    write_report: Callable[[Path, Path], Path],
+    make: Callable[..., TrainResult],
     progress: bool | None,
 ) -> TrainResult:
     folder = Path(tempfile.mkdtemp(prefix="gradveil-") if out is None else out)
@@ -252,11 +279,10 @@ def _run(
         with TRAINING_RUN.opened(folder, info):
             run(setting, folder, tell)
         done = [(trial, told) for trial, told in load_training(folder).trials if told is not None]
-        result = TrainResult(
+        result = make(
             {trial.title: told for trial, told in done},
             folder,
             {trial.title: trial_file(folder, trial) for trial, told in done if told["status"] != FAILED},
-            write_report,
         )
         undo.pop_all()
     if out is None:

@@ -37,23 +37,27 @@ class DataConfig(Section):
     """Which images. Where files lie is no part of it: `--data-dir` (or GRADVEIL_DATA) says so."""
 
     name: Name
+    """A bundled name, `folder:PATH`, a Parquet file, a Hugging Face name, or `unseen` for recorded updates."""
     size: Annotated[int, Field(ge=11)] | None = 32
-    """Side the images are resized to, in pixels (SSIM needs 11); leave it out for 32."""
+    """Side of the images in pixels after resizing. SSIM needs at least 11."""
     channels: Literal[1, 3] | None = None
+    """Colour channels. None keeps those of the data."""
     normalise: Literal["dataset", "none"] = "dataset"
+    """Subtract the mean and divide by the standard deviation of the data, or leave pixels in [0, 1]."""
     mean: Annotated[list[float], Field(min_length=1)] | None = None
-    """With `std`: what the model's inputs are normalised by, one number or one a channel, instead of `normalise`."""
+    """Mean of each channel, instead of the one of the data. Needs `std`."""
     std: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)] | None = None
+    """Standard deviation of each channel. Needs `mean`."""
     classes: Count | None = None
-    """How many classes there are, for data that are not here (`unseen`)."""
+    """Number of classes. Only for the data `unseen`."""
     public: Count | None = 2000
-    """How many public images are read (bundled data are read whole)."""
+    """Number of auxiliary images to read. Bundled data are read whole."""
     gallery: Count | None = 1000
-    """How many images of the targets' split are read: the identification metric searches the target among them."""
+    """Number of private images to read. Identification searches among them."""
     image_column: Name | None = None
-    """The column of a Parquet file, or of Hugging Face data, that holds the images, where it has no usual name."""
+    """Column with the images, of a Parquet file or Hugging Face data with unusual names."""
     label_column: Name | None = None
-    """The column that holds the labels."""
+    """Column with the labels."""
 
     @model_serializer(mode="wrap")
     def _without_usual_columns(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -77,12 +81,16 @@ class ModelConfig(Section):
     """Which model: a short name or `pkg.module:factory`, and its options."""
 
     name: Name
+    """A name of `gradveil list models`, or `pkg.module:factory`."""
     options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the model's factory."""
     prepare: bool = False
-    """Replace what cannot be attacked as it is: BatchNorm in training mode, hidden dropout, in-place operations."""
+    """Replace layers that cannot be audited, in a copy: BatchNorm, dropout in functions, in-place operations."""
     batchnorm: Literal["batch_statistics", "frozen", "group"] = "batch_statistics"
-    """What `prepare` makes of BatchNorm."""
+    """Replacement of BatchNorm by `prepare`."""
     weights: Name | None = None
+    """A safetensors file with parameters, looked for in the working directory, then in the data folder. None: the seed
+    draws initial weights."""
     """A safetensors file of its parameters, or one that `gradveil train` wrote; None for weights drawn by the seed.
     Looked for where the command runs, then in the data folder."""
 
@@ -91,18 +99,25 @@ class LocalConfig(Section):
     """Local training: T optimiser steps instead of one gradient."""
 
     lr: Annotated[float, Field(gt=0)]
+    """Step size."""
     batch: Count | None = None
-    """Examples in each step; None for all that the client has, and where clients train together for as many as the one
-    with the fewest has. What an epoch leaves over for no whole batch is left out of it."""
+    """Examples per step. None: all examples of the client; in a training, as many as the smallest client has. An epoch
+    leaves out examples that fill no batch."""
     steps: Count | None = None
+    """Number of steps. Exactly one of `steps` and `epochs` is needed."""
     epochs: Count | None = None
+    """Number of epochs."""
     optimiser: Literal["sgd", "adam"] = "sgd"
+    """Optimiser of the client. It starts again in every round."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Momentum of `sgd`."""
     nesterov: bool = False
+    """Use Nesterov's step. Needs `momentum`."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Weight decay."""
     sampling: Literal["batches", "poisson"] = "batches"
-    """`poisson`: each example is in each step by itself, `batch` of them on average; what DP-SGD's accounting takes for
-    granted. A step then computes with all examples."""
+    """`batches`: shuffled batches of fixed size. `poisson`: each example is in each step with the same probability,
+    `batch` of them on average, as the accounting of DP-SGD assumes."""
 
     @model_validator(mode="after")
     def _one_length(self) -> LocalConfig:
@@ -134,8 +149,9 @@ class TrainDataConfig(DataConfig):
     """Which images to train on and to test with: all of them, unless a number is given."""
 
     public: Count | None = None
-    """How many training images are read."""
+    """Number of training images to read."""
     gallery: Count | None = None
+    """Number of test images to read."""
     """How many test images are read."""
 
 
@@ -143,20 +159,20 @@ class PartitionConfig(Section):
     """How the training images are shared among the clients."""
 
     kind: Literal["iid", "dirichlet", "pathological", "column", "flwr"] = "iid"
-    """`iid` deals them at random; `dirichlet` gives each class random shares; `pathological` a few classes a client;
-    `column` keeps the examples of one value of a column together; `flwr` asks a partitioner of flwr-datasets."""
+    """`iid`: at random. `dirichlet`: random shares of each class. `pathological`: a few classes per client. `column`:
+    examples with the same value of a column stay together. `flwr`: a partitioner of flwr-datasets."""
     concentration: Annotated[float, Field(gt=0)] = 0.5
-    """Of `dirichlet`: the smaller, the fewer classes a client sees."""
+    """For `dirichlet`: the smaller, the fewer classes per client."""
     classes: Count = 2
-    """Of `pathological`: the classes (shards of one class each) that a client gets."""
+    """For `pathological`: shards of one class per client."""
     column: Name | None = None
-    """Of `column`: the column of the data; `label` is always there. Of `flwr`: one that its options may name."""
+    """For `column`: a column of the data, or `label`. For `flwr`: a column that `options` may name."""
     partitioner: Name | None = None
-    """Of `flwr`: the name of the partitioner, say DistributionPartitioner."""
+    """For `flwr`: name of the partitioner, such as ShardPartitioner."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Of `flwr`: what the partitioner is given; `num_partitions` is `clients` unless it is said here."""
+    """For `flwr`: arguments of the partitioner. `num_partitions` is `clients` by default."""
     shuffle: Annotated[int, Field(ge=0)] | Literal[False] = 42
-    """Of `flwr`: the seed with which its FederatedDataset shuffles first (42 is its default), or false."""
+    """For `flwr`: seed of its FederatedDataset, or false."""
 
     @model_validator(mode="after")
     def _whole(self) -> PartitionConfig:
@@ -171,14 +187,19 @@ class ServerConfig(Section):
     """What the server does with the updates that arrive."""
 
     optimiser: Literal["sgd", "adam", "yogi", "adagrad"] = "sgd"
+    """`sgd` averages (FedAvg, or FedAvgM with momentum); the others are FedAdam, FedYogi and FedAdagrad."""
     lr: Annotated[float, Field(gt=0)] | None = None
-    """Its step size; None for 1 (local training, FedAvg), 0.1 (gradients, FedSGD), or 0.03 where each coordinate has a
-    step of its own (FedOpt)."""
+    """Step size of the server. None: 1 for local training, 0.1 for gradients, 0.03 for FedAdam, FedYogi, FedAdagrad."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Momentum of `sgd`."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment, for FedOpt."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    """Decay of the second moment, for FedAdam and FedYogi."""
     tau: Annotated[float, Field(gt=0)] = 1e-3
+    """Constant in the denominator, for FedOpt."""
     weights: Literal["examples", "uniform", "angles"] = "examples"
+    """Weights of the mean: numbers of examples, equal, or by angles (FedAdp)."""
 
     def build(self, local: bool) -> Server:
         """Return the server for clients that train locally, or send gradients."""
@@ -191,18 +212,23 @@ class Rounds(Section):
     """How clients train together: who takes part, what each does, and what the server makes of it."""
 
     clients: Count = 10
+    """Number of clients."""
     rounds: Count
+    """Number of rounds."""
     partition: PartitionConfig = PartitionConfig()
+    """How the training images are shared among the clients."""
     local: LocalConfig | None = None
-    """Local training; None for one gradient a round."""
+    """Local training. None: one gradient per round (FedSGD)."""
     batch: Count | None = None
-    """Examples of a round's gradient where there is no local training; None for all that the client has."""
+    """Examples per gradient where there is no local training. None: all examples of the client."""
     trainable: Annotated[list[Name], Field(min_length=1)] | None = None
-    """Patterns of the parameters that are trained and sent (`["head.*"]`); None for all that require a gradient."""
+    """Patterns of the parameters that are trained and sent, such as `["head.*"]`. None: all."""
     server: ServerConfig = ServerConfig()
+    """How the server uses the updates."""
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the clients that take part in a round."""
     absent: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability that a chosen client does not answer."""
     """Probability that a chosen client does not answer."""
 
 
@@ -210,8 +236,9 @@ class PaceConfig(Section):
     """From when on steps are shorter, or longer, than at first."""
 
     after: Count
-    """Rounds."""
+    """Number of rounds with the earlier step size."""
     times: Annotated[float, Field(gt=0)]
+    """Factor on the first step size: `local.lr`, or the step size of the server where clients send gradients."""
     """What the first step size is multiplied by: the clients' `local.lr`, or where they send gradients the server's."""
 
 
@@ -219,25 +246,32 @@ class TrainConfig(Rounds):
     """A training: every defence with every seed, and the same data in one place for comparison."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the run; its directory is `runs/NAME`."""
     data: TrainDataConfig
+    """The images."""
     model: ModelConfig
+    """The model."""
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of each client's examples that it keeps apart, to say how well training goes."""
+    """Share of its examples that each client keeps apart for the validation loss."""
     patience: Count | None = None
-    """Stop after so many rounds without a lower mean validation loss."""
+    """Stop after this many rounds without a lower mean validation loss. None: train all rounds."""
     pace: list[PaceConfig] = []
-    """How step sizes change in the course of the training; each entry counts until the next one's rounds are over."""
+    """Changes of the step size; each counts until the next one."""
     defences: Annotated[list[Name], Field(min_length=1)] = ["none"]
+    """Defences, or a paper's table: `PAPER/TABLE`."""
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0]
+    """Seeds; every defence is trained with every seed."""
     central: bool = False
-    """Train once more, undefended, with all data in one client's hands: what federation costs."""
+    """Also train, undefended, with all data at one client: shows what federation costs."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    """Of the epsilons that are told of private defences; well below one over the number of examples."""
+    """δ of the reported ε. Choose it well below one over the number of examples."""
     together: Together = "auto"
-    """Whether the clients of a round compute at once, in groups: `auto` for where it is faster; false for one after the
-    other. It changes nothing but rounding."""
+    """Compute the clients of a round in groups: `auto` where it is faster, true wherever possible, or false. It changes
+    only rounding."""
     precision: Literal["float32", "float64"] = "float32"
+    """Floating-point precision."""
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?|mps)$")] = "cpu"
+    """cpu, cuda, cuda:1 or mps."""
 
     @model_validator(mode="after")
     def _something_to_wait_for(self) -> TrainConfig:

@@ -42,7 +42,7 @@ from gradveil.runs.run_folder import (
     digest,
     noting,
 )
-from gradveil.runs.task import Job, Parcel, Scheduler, Site, Tell, Work, in_process
+from gradveil.runs.task import Job, Parcel, Report, Scheduler, Site, Work, in_process
 
 RUN = "train.json"
 """The file that describes a training."""
@@ -141,7 +141,7 @@ class StoredTraining:
 
 def is_training(folder: Path) -> bool:
     """Say whether `gradveil train` wrote this folder."""
-    return TRAINING_RUN.found(folder)
+    return TRAINING_RUN.exists(folder)
 
 
 def load_training(folder: Path) -> StoredTraining:
@@ -205,7 +205,7 @@ def working(setting: TrainingSetting, recorder: UpdateRecorder | None = None) ->
     config = setting.config
     every = {trial.id: trial for trial in trials(config)}
 
-    def work(order: Parcel, tell: Tell) -> Parcel:
+    def work(order: Parcel, tell: Report) -> Parcel:
         trial = every[order.facts["trial"]]
         own = identity(setting, trial)
         standing = unpack_standing(order.data, own, device=config.device) if order.data else None
@@ -227,7 +227,7 @@ def working(setting: TrainingSetting, recorder: UpdateRecorder | None = None) ->
 def _configured(
     recorder: UpdateRecorder, trial: TrainingTrial, config: TrainConfig, federation: Federation
 ) -> UpdateRecorder:
-    """Tell the recorder what the clients of this trial are configured as."""
+    """Report the recorder what the clients of this trial are configured as."""
     local = federation.client.local
     if config.local is None or local is None:
         return replace(recorder, run=trial.id, defence=trial.defence, local=None, sends="gradient")

@@ -80,9 +80,9 @@ def initial_model(
     )
     if not config.prepare:
         return net, []
-    batch = Batch(images.inputs[:_COMPARED], images.targets[:_COMPARED]) if compared else None
+    batch = Batch(images.inputs[:_COMPARED], images.targets[:_COMPARED])
     try:
-        return surgery.prepare(net, batchnorm=config.batchnorm, batch=batch)
+        return surgery.prepare(net, batchnorm=config.batchnorm, batch=batch, compare=compared)
     except GradveilError as error:
         raise GradveilError(replace(p, where=f"model: {called(net, p.where)}") for p in error.problems) from None
 
@@ -94,11 +94,13 @@ _COMPARED = 4
 def device_problems(device: str, precision: str) -> Iterator[Problem]:
     """Say why a run cannot compute on this device."""
     kind, _, number = device.partition(":")
-    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
-        yield Problem(
-            "device", f"'{device}' is not there: {found} CUDA devices are seen", "choose cpu, or another number"
-        )
+    found = torch.cuda.device_count() if kind == "cuda" else 0
+    if kind == "cuda" and not found:
+        remedy = "choose cpu; a GPU needs its driver and a build of torch with CUDA"
+        yield Problem("device", f"'{device}' is not available: torch sees no CUDA device", remedy)
+    elif kind == "cuda" and int(number or 0) >= found:
+        seen = listing(f"cuda:{place}" for place in range(found))
+        yield Problem("device", f"'{device}' is not available: torch sees {seen}", "choose one of them, or cpu")
     if kind == "mps" and not torch.backends.mps.is_available():
         yield Problem("device", "'mps' is not available on this machine", "choose cpu")
     if kind == "mps" and precision == "float64":

@@ -1,7 +1,7 @@
-"""Gradients of one layer's weight, made from its inputs and errors where they are asked for.
+"""Gradients of one layer's weight, computed on demand from its inputs and errors.
 
-What is sent of a weight goes by the name of its parameter. Weights that torch computes (weight norm) have none: of them
-the tensors are sent that they are computed from, and whoever has these has the weight's gradient too.
+The update of a weight goes by its parameter's name. A weight that torch computes (weight norm) is no parameter: the
+update has the tensors that it is computed from, which determine the weight's gradient.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Part = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Owned:
-    """Units, or differences of units, of which one example has nearly all the error."""
+    """Units (or differences of units) of which one example has nearly all the error."""
 
     rows: Tensor
-    """Their places [n]."""
+    """Indices of the units [n]."""
     owner: Tensor
-    """Their examples [n]."""
+    """The example of each unit [n]."""
 
     @staticmethod
     def of(sizes: Tensor, least: float) -> Owned:
-        """Find them in sizes of errors [B, K], on each unit's own scale, by an example's least share of a unit's sum.
+        """Find units by sizes of errors [B, K]: one example has more than the share `least` of a unit's sum.
 
         >>> Owned.of(torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 0.0]]), 0.99).rows
         tensor([0])
@@ -45,61 +45,61 @@ class Owned:
 
     @property
     def examples(self) -> frozenset[int]:
-        """The examples."""
+        """The examples that own a unit."""
         return frozenset(self.owner.tolist())
 
 
 @dataclass(frozen=True)
 class WeightGradients:
-    """Gradients of a layer's weight, of some examples, made from its inputs and errors where they are asked for."""
+    """Gradients of a layer's weight for chosen examples, computed on demand from its inputs and errors."""
 
     module: nn.Module
     parts: list[Part]
 
-    def of(self, place: slice) -> Tensor | None:
-        """Sum the gradients [K, ...] of the examples at a place; None where a padding has no formula here."""
+    def total(self, examples: slice) -> Tensor | None:
+        """Sum the gradients [K, ...] of some examples; None for a padding without a formula here."""
         module: Any = self.module
-        total: Tensor | None = None
+        summed: Tensor | None = None
         for x, errors in self.parts:
             if isinstance(module, nn.Linear):
-                part = errors[place].flatten(0, -2).T @ x[place].flatten(0, -2)
+                part = errors[examples].flatten(0, -2).T @ x[examples].flatten(0, -2)
             elif isinstance(module.padding, str) or module.padding_mode != "zeros":
                 return None
             else:
                 how = (module.stride, module.padding, module.dilation, module.groups)
-                part = _GRADIENTS[x.ndim](x[place], module.weight.shape, errors[place], *how).flatten(1)
-            total = part if total is None else total + part
-        return total
+                part = _GRADIENTS[x.ndim](x[examples], module.weight.shape, errors[examples], *how).flatten(1)
+            summed = part if summed is None else summed + part
+        return summed
 
     def shown(self, owned: Owned, sent: Tensor, most: float) -> frozenset[int]:
-        """Return the examples one of whose own rows is, up to a factor, the row that is sent."""
-        found: set[int] = set()
+        """Return the examples whose gradient has an owned row equal to the sent one, up to a factor."""
+        examples: set[int] = set()
         for example in owned.examples:
-            own = self.of(slice(example, example + 1))
+            gradient = self.total(slice(example, example + 1))
             rows = owned.rows[owned.owner == example]
-            if own is not None and bool((1 - agreement(own[rows], sent.flatten(1)[rows]) < most).any()):
-                found.add(example)
-        return frozenset(found)
+            if gradient is not None and bool((1 - agreement(gradient[rows], sent.flatten(1)[rows]) < most).any()):
+                examples.add(example)
+        return frozenset(examples)
 
-    def kept(self, owned: Owned, sent: Tensor, most: float) -> frozenset[int]:
-        """Return the owners of rows that are sent as the whole batch made them, up to a factor."""
-        own = self.of(slice(None)) if len(owned.rows) else None
-        if own is None:
+    def unchanged(self, owned: Owned, sent: Tensor, most: float) -> frozenset[int]:
+        """Return the owners of rows that are sent as in the batch's gradient, up to a factor."""
+        gradient = self.total(slice(None)) if len(owned.rows) else None
+        if gradient is None:
             return frozenset()
-        same = 1 - agreement(own[owned.rows], sent.flatten(1)[owned.rows]) < most
+        same = 1 - agreement(gradient[owned.rows], sent.flatten(1)[owned.rows]) < most
         return frozenset(owned.owner[same].tolist())
 
     def agrees(self, sent: Tensor) -> float:
-        """Return cos^2 of the whole gradient with what is sent; 1 where it cannot be computed."""
-        own = self.of(slice(None))
-        return 1.0 if own is None else float(agreement(own.flatten()[None], sent.flatten()[None]))
+        """Return cos^2 of the whole gradient with the sent update; 1 if there is no formula."""
+        gradient = self.total(slice(None))
+        return 1.0 if gradient is None else float(agreement(gradient.flatten()[None], sent.flatten()[None]))
 
 
-def agreement(own: Tensor, sent: Tensor) -> Tensor:
+def agreement(rows: Tensor, sent: Tensor) -> Tensor:
     """Return cos^2 of each pair of rows."""
-    own, sent = own.double(), sent.double()
-    sizes = own.norm(dim=1) * sent.norm(dim=1)
-    return ((own * sent).sum(1) / sizes.clamp(min=1e-300)).square()
+    rows, sent = rows.double(), sent.double()
+    sizes = rows.norm(dim=1) * sent.norm(dim=1)
+    return ((rows * sent).sum(1) / sizes.clamp(min=1e-300)).square()
 
 
 def as_linear(module: nn.Module, parts: list[Part]) -> Part | None:
@@ -124,10 +124,10 @@ def as_linear(module: nn.Module, parts: list[Part]) -> Part | None:
 
 
 def source_gradients(module: nn.Module, sources: Mapping[str, Tensor], parts: list[Part]) -> Tensor:
-    """Return the gradients, in one row, of the tensors that a layer computes its weight from."""
+    """Return the gradients, in one row, of the tensors from which a layer computes its weight."""
     leaves = {name: value.detach().clone().requires_grad_() for name, value in sources.items()}
     with torch.enable_grad():
         outputs = [call_on(module, leaves, x.to(next(iter(leaves.values())))) for x, _ in parts]
         errors = [part.to(out) for (_, part), out in zip(parts, outputs, strict=True)]
-        found = torch.autograd.grad(outputs, list(leaves.values()), errors)
-    return torch.cat([value.flatten() for value in found])[None]
+        gradients = torch.autograd.grad(outputs, list(leaves.values()), errors)
+    return torch.cat([value.flatten() for value in gradients])[None]

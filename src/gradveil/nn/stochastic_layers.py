@@ -21,23 +21,25 @@ class Dropout(Stochastic):
     """y = x * mask / (1 - p), mask ~ Bernoulli(1 - p) of the shape of x (Srivastava et al. 2014, scaled in training).
 
     Attackers may optimise the mask in the box [0, 1]; the neutral mask 1 - p leaves x unchanged. `channelwise` draws
-    one entry per example and channel, like `nn.Dropout2d`.
+    one entry per example and channel, like `nn.Dropout2d`; `examplewise` one per example, like stochastic depth.
     """
 
     mask: Tensor
 
-    def __init__(self, p: float = 0.25, *, channelwise: bool = False) -> None:
+    def __init__(self, p: float = 0.25, *, channelwise: bool = False, examplewise: bool = False) -> None:
         """Drop with probability p, 0 <= p < 1."""
         super().__init__()
         if not 0 <= p < 1:
             raise fail("dropout.p", f"is {p}", "give a probability in [0, 1)")
         self.p = p
         self.channelwise = channelwise
+        self.examplewise = examplewise
         self.declare("mask")
 
     def noise(self, x: Tensor) -> Mapping[str, Noise]:
         """Describe the mask."""
-        shape = (*x.shape[:2], *[1] * (x.dim() - 2)) if self.channelwise else tuple(x.shape)
+        own = 1 if self.examplewise else 2 if self.channelwise else x.dim()
+        shape = (*x.shape[:own], *[1] * (x.dim() - own))
         keep = 1 - self.p
         return {"mask": Noise(shape, Bernoulli(keep), neutral=keep, dtype=x.dtype, lower=0.0, upper=1.0)}
 
@@ -48,7 +50,7 @@ class Dropout(Stochastic):
 
     def extra_repr(self) -> str:
         """Show the probability."""
-        return f"p={self.p}" + (", channelwise" if self.channelwise else "")
+        return f"p={self.p}" + ", channelwise" * self.channelwise + ", examplewise" * self.examplewise
 
 
 def with_dropout(model: nn.Module, p: float = 0.25, where: Sequence[str] | None = None) -> nn.Module:

@@ -1,8 +1,8 @@
 """Module replacement: copies of a model in which layers that cannot be audited are replaced by equivalent ones.
 
 Every function returns a new model with the same weights under the same names. Only torch's own layer types are
-replaced: subclasses and layers with hooks or parametrisations may compute something else. They stay as they are, and
-`gradveil.nn.check` reports those that cannot be audited.
+replaced: subclasses and layers with hooks or parametrisations may compute something else. They keep their code; where
+that calls a fused torch function, `prepare` computes the call by its formula (`gradveil.nn.formulas`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,17 @@ from torch.nn import functional as F
 from gradveil.core.errors import FOREIGN, Problem, fail, refuse
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Loss
+from gradveil.nn.formulas import BatchNormWay, ByFormula, Rewritten, by_formula, rewrite, rewrite_overwriting
+from gradveil.nn.initial_weights import drawing_from
+from gradveil.nn.model_outputs import returning_logits
 from gradveil.nn.module_paths import at, last_layer, put
 from gradveil.nn.normalisation import BatchStatistics, FrozenNorm, InstanceNorm, LayerNorm, group_norm
 from gradveil.nn.stochastic_layers import Dropout
 
 TOLERANCE_DOUBLE, TOLERANCE = 1e-5, 5e-2
 """Largest rounding difference, relative to the norm: in double precision, and in any other."""
+_ROUNDING = 1e-15
+"""A few roundings in double precision."""
 _SMALL = 1e-3
 """Smallest share of the whole gradient's norm with which differences are compared: less may be pure rounding."""
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -65,19 +70,25 @@ class Comparison:
             except FOREIGN as error:
                 return f"the forward pass fails: {type(error).__name__}: {error}"
             limit = TOLERANCE_DOUBLE if double else TOLERANCE
-            return _outputs_differ(new.outputs, old.outputs, limit) or _slopes_differ(new.slopes, old.slopes, limit)
+            if (text := _differs(new, old, limit)) and double and self._amplifies_rounding(before, old):
+                return _differs(new, old, TOLERANCE)
+            return text
         return None
 
-    def _answers(self, model: nn.Module, double: bool) -> Answers:
+    def _amplifies_rounding(self, model: nn.Module, answers: Answers) -> bool:
+        """Return whether rounding alone makes a difference: batch norms of two values do, one after the other."""
+        return _differs(self._answers(model, True, 1 + _ROUNDING), answers, TOLERANCE_DOUBLE) is not None
+
+    def _answers(self, model: nn.Module, double: bool, scale: float = 1.0) -> Answers:
         copy = deepcopy(model)
         for module in copy.modules():
-            if isinstance(module, DROPOUTS):
+            if isinstance(module, DROPOUTS) or is_drop_path(module):
                 module.eval()
         inputs, targets = (value.detach()[:_EXAMPLES].clone() for value in self.batch)
         if len(inputs) == 1:  # training-mode BatchNorm may raise for a single example
             inputs, targets = torch.cat([inputs, inputs.flip(-1)]), torch.cat([targets, targets])
         if double:
-            copy, inputs = copy.double(), inputs.double()
+            copy, inputs = copy.double(), inputs.double() * scale
             targets = targets.double() if targets.dtype.is_floating_point else targets
         with torch.random.fork_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -89,6 +100,10 @@ class Comparison:
             except FOREIGN:
                 return Answers(outputs, None)
         return Answers(outputs.detach(), dict(zip(params, slopes, strict=True)))
+
+
+def _differs(new: Answers, old: Answers, limit: float) -> str | None:
+    return _outputs_differ(new.outputs, old.outputs, limit) or _slopes_differ(new.slopes, old.slopes, limit)
 
 
 def _outputs_differ(new: Any, old: Any, limit: float) -> str | None:
@@ -127,6 +142,7 @@ __all__ = [
     "remove_inplace",
     "replace_activations",
     "replace_batchnorm",
+    "replace_drop_path",
     "replace_dropout",
     "replace_layernorm",
 ]
@@ -189,9 +205,55 @@ def replace_dropout(model: nn.Module, *, active_only: bool = False) -> nn.Module
     def new(old: nn.Module) -> nn.Module | None:
         if not isinstance(old, DROPOUTS) or not replaceable(old, DROPOUTS):
             return None
-        if old.p >= 1 or (active_only and not old.training):
+        if not 0 < old.p < 1 or (active_only and not old.training):
             return None
         return Dropout(old.p, channelwise=not isinstance(old, nn.Dropout))
+
+    return _replace(model, new)
+
+
+_DROP_PATHS = ("DropPath", "StochasticDepth")
+"""Ends of the names of modules that drop whole examples: timm's, torchvision's, and those of transformers."""
+_DRAWS = 4096
+
+
+def is_drop_path(module: nn.Module) -> bool:
+    """Return whether a module is of a type that drops whole examples (stochastic depth), going by its name."""
+    return type(module).__name__.endswith(_DROP_PATHS) and not [*module.parameters(), *module.children()]
+
+
+def drop_probability(module: nn.Module) -> float | None:
+    """Return the probability with which a module drops examples; None if it computes anything else.
+
+    What it computes is seen by running it: y = x or 0, times 1 / (1 - p), for each example by itself.
+    """
+    p = getattr(module, "drop_prob", getattr(module, "p", None))
+    if not is_drop_path(module) or not isinstance(p, float) or not 0 < p < 1:
+        return None
+    copy = deepcopy(module).train()
+    with drawing_from(torch.Generator().manual_seed(0)), torch.no_grad():
+        try:
+            outputs = copy(torch.ones(_DRAWS, 2, 2, 2))
+        except FOREIGN:
+            return None
+    if not isinstance(outputs, Tensor) or outputs.shape != (_DRAWS, 2, 2, 2):
+        return None
+    rows = outputs.flatten(1)
+    dropped = rows[:, 0] == 0
+    scaled = torch.where(dropped, 0.0, 1 / (1 - p)).unsqueeze(1).expand_as(rows)
+    usual = 5 * (p * (1 - p) / _DRAWS) ** 0.5  # five standard deviations of the share
+    return p if torch.allclose(rows, scaled) and abs(float(dropped.float().mean()) - p) <= usual else None
+
+
+def replace_drop_path(model: nn.Module, *, active_only: bool = False) -> nn.Module:
+    """Replace stochastic depth (`DropPath`, `StochasticDepth` of single examples) by dropout whose mask is an argument.
+
+    Modules that drop a whole batch together, or do not scale what they keep, stay; `check` reports them.
+    """
+
+    def new(old: nn.Module) -> nn.Module | None:
+        p = None if active_only and not old.training else drop_probability(old)
+        return None if p is None else Dropout(p, examplewise=True)
 
     return _replace(model, new)
 
@@ -233,39 +295,77 @@ def prepare(
     groups: int = 2,
     batch: Batch | None = None,
     loss: Loss = F.cross_entropy,
+    compare: bool | Literal["each"] = True,
 ) -> tuple[nn.Module, list[str]]:
     """Make every replacement that an audit needs; return the new model and a list of the changes.
 
     BatchNorm is replaced only if it uses the batch (training mode, or no running statistics); the default replacement
     also uses the batch, which leaves the update unchanged. Dropout is replaced only in training mode.
 
-    With a `batch`, outputs and gradients are compared before and after each kind of replacement, and an error names the
-    modules that compute something else. Modes stay, but replaced dropout layers are switched off, as their masks
-    differ. Group and frozen normalisation change the model on purpose: they are listed, not compared.
+    With a `batch`, a forward pass shows what modules call themselves: fused attention and normalisations are computed
+    by their formulas, in-place calls out of place, and logits are taken from outputs that hold more. Outputs and
+    gradients are compared before and after (unless `compare` is False). If they differ, each kind of replacement is
+    compared by itself, and an error names the modules that compute something else. Modes stay, but replaced dropout
+    layers are switched off, as their masks differ. Group and frozen normalisation change the model on purpose: they are
+    listed, not compared.
     """
     done: list[str] = []
-    compared = None if batch is None else Comparison(batch, loss)
+    compared = None if batch is None or not compare else Comparison(batch, loss)
+    way = BatchNormWay(batchnorm, groups)
+    meant = "" if batchnorm == "batch_statistics" else ", which changes what the model computes"
+    one_by_one = bool(meant) or compare == "each"
 
     def step(what: str, before: nn.Module, after: nn.Module, same: bool = True) -> nn.Module:
         pairs = zip(_described(before), _described(after), strict=True)
         changed = [path for (path, old), (_, new) in pairs if old != new]
         if not changed:
             return before
-        if same and compared is not None:
+        if same and compared is not None and one_by_one:
             refuse(_problems(what, before, after, changed, compared))
         modules = "module" if len(changed) == 1 else "modules"
         done.append(f"{what}: {modules} {', '.join(repr(path or 'model') for path in changed)}")
         return after
 
-    result = step("in-place operations removed", model, remove_inplace(model))
-    if any(isinstance(m, BatchNorm) and uses_batch(m) for m in result.modules()):
+    def rewritten(what: str, before: nn.Module, new: Rewritten | None, same: bool = True) -> nn.Module:
+        return before if new is None else step(what, before, new.model, same)
+
+    result = original = model
+    if batch is not None and (logits := returning_logits(model, batch.inputs[:_EXAMPLES])) is not model:
+        result = original = logits
+        done.append("logits taken from the model's outputs")
+    result = step("in-place operations removed", result, remove_inplace(result))
+    if any(isinstance(m, BatchNorm) and uses_batch(m) and not by_formula(m) for m in result.modules()):
         replaced = replace_batchnorm(result, batchnorm, groups=groups, active_only=True)
-        same = batchnorm == "batch_statistics"
-        what = f"BatchNorm replaced ({batchnorm})" + ("" if same else ", which changes what the model computes")
-        result = step(what, result, replaced, same)
+        result = step(f"BatchNorm replaced ({batchnorm}){meant}", result, replaced, not meant)
     result = step("LayerNorm or InstanceNorm made explicit", result, replace_layernorm(result))
     result = step("hidden dropout made explicit", result, replace_dropout(result, active_only=True))
+    result = step("stochastic depth made explicit", result, replace_drop_path(result, active_only=True))
+    if batch is not None:
+        inputs = _two(batch.inputs)
+        for kind, same in _BY_FORMULA.items():
+            whole = same or not meant
+            new = rewrite(result, inputs, way, kinds=[kind])
+            result = rewritten(f"{kind} computed by its formula{'' if whole else meant}", result, new, whole)
+        result = rewritten("in-place calls made out of place", result, rewrite_overwriting(result, inputs, way))
+    if result is not original and compared is not None and not one_by_one and compared.difference(original, result):
+        return prepare(model, batchnorm=batchnorm, groups=groups, batch=batch, loss=loss, compare="each")
     return (result if done else deepcopy(model)), done
+
+
+_BY_FORMULA = {
+    "fused attention": True,
+    "layer normalisation": True,
+    "instance normalisation": True,
+    "batch normalisation": False,
+    "hardsigmoid": True,
+}
+"""Whether a kind of call is computed as before, whatever replaces BatchNorm."""
+
+
+def _two(inputs: Tensor) -> Tensor:
+    """Return two inputs: training-mode BatchNorm may raise for a single example."""
+    inputs = inputs.detach()[:2]
+    return torch.cat([inputs, inputs.flip(-1)]) if len(inputs) == 1 else inputs
 
 
 def uses_batch(norm: nn.modules.batchnorm._BatchNorm) -> bool:
@@ -299,8 +399,14 @@ def _only(before: nn.Module, after: nn.Module, path: str) -> nn.Module:
     return copy
 
 
-def _described(model: nn.Module) -> list[tuple[str, tuple[type, object]]]:
-    return [(path, (type(m), getattr(m, "inplace", None))) for path, m in model.named_modules()]
+def _described(model: nn.Module) -> list[tuple[str, tuple[Any, ...]]]:
+    return [(path, (type(m), getattr(m, "inplace", None), _formulas(m))) for path, m in model.named_modules()]
+
+
+def _formulas(module: nn.Module) -> bool | None:
+    """Return whether a module's in-place calls are replaced, too; None if it runs as it is written."""
+    forward = vars(module).get("forward")
+    return forward.formulas.out_of_place if isinstance(forward, ByFormula) else None
 
 
 def _replace(model: nn.Module, new: Callable[[nn.Module], nn.Module | None]) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Pareto fronts of defences: leak against accuracy, bytes and time, or against the bytes of an update.
+"""Pareto fronts of defences: leak against what a training says of accuracy, bytes and time, or the bytes of an update.
 
 The leak of a defence is the rate of its verdict: the strongest attacker that knows no client secrets, mean over seeds.
 """
@@ -83,7 +83,7 @@ UPDATE_AXES = (
     Axis("bytes", "Bytes per update", "as encoded: better to the left", size, "bytes"),
     Axis("distortion", "Update distortion", "relative L2 distance: better to the left", number, "distortion"),
 )
-"""The costs of a defence where the attacked clients are of no training."""
+"""The costs of a defence for one update, where nothing was trained."""
 Span = tuple[float, float, float]
 """The mean over the seeds, the lowest and the highest."""
 
@@ -222,8 +222,8 @@ def charts(
 ) -> list[ParetoChart]:
     """Build the charts of an audit, one per setting over all rounds of a training.
 
-    `empty` are the trials without a result: attacks that failed, or do not apply. `measured` are the costs of trainings
-    whose clients the audit does not attack.
+    The audit attacks the clients of the training, or the training only measured costs (`measured`). `empty` are the
+    trials without a result: attacks that failed, or do not apply.
     """
     failed = [Row(number, trial) for number, trial in enumerate(empty) if trial.broken]
     broken = {(row.setting, row.defence) for row in failed}
@@ -231,11 +231,12 @@ def charts(
     for setting in dict.fromkeys(verdict.setting._replace(trained=None) for verdict in judged):
         here = [verdict for verdict in judged if verdict.setting._replace(trained=None) == setting]
         rows = [row for verdict in here for row in verdict.rows]
-        is_trained = measured or any(verdict.setting.trained is not None for verdict in here)
-        costs = _costs(rows, measured) if is_trained else _update_costs(rows)
+        is_trained = any(row.info.get("training") for row in rows)
+        costs: Mapping[str, Mapping[str, Span]]
+        costs = _costs(rows) if is_trained else _measured(rows, measured) if measured else _update_costs(rows)
         axes = tuple(
             axis
-            for axis in (AXES if is_trained else UPDATE_AXES)
+            for axis in (AXES if is_trained or measured else UPDATE_AXES)
             if any(axis.key in of_each for of_each in costs.values())
         )
         if not axes:
@@ -294,23 +295,22 @@ def _compare(spots: Sequence[Spot], axes: Sequence[Axis]) -> tuple[frozenset[str
 
 
 def _proof(verdict: Verdict, measured: Costs) -> str:
-    training = verdict.best.info.get("training") or {}
-    if verdict.setting.trained is None and not measured:
-        return "" if verdict.undefended else proven(verdict.best.info)
-    if verdict.setting.trained is not None:
-        return proven(training) if training.get("guarantee") else ""
-    cost = measured.get(canonical(verdict.defence))
-    return cost.proven if cost else ""
+    if (cost := measured.get(canonical(verdict.defence))) and verdict.setting.trained is None:
+        return cost.proven
+    facts = verdict.best.info.get("training") or verdict.best.info
+    return proven(facts) if facts.get("guarantee") else ""
 
 
-def _costs(rows: Sequence[Row], measured: Costs) -> dict[str, Mapping[str, Span]]:
+def _measured(rows: Sequence[Row], measured: Costs) -> dict[str, Mapping[str, Span]]:
+    """Look up the costs of each defence in trainings next to the attacks."""
+    found = {row.defence: measured.get(canonical(row.defence)) for row in rows}
+    return {defence: cost.spans if cost else {} for defence, cost in found.items()}
+
+
+def _costs(rows: Sequence[Row]) -> dict[str, dict[str, Span]]:
     """Collect the training costs of each defence over its seeds."""
-    result: dict[str, Mapping[str, Span]] = {}
+    result: dict[str, dict[str, Span]] = {}
     for defence in dict.fromkeys(row.defence for row in rows):
-        if rows[0].setting.trained is None:
-            own = measured.get(canonical(defence))
-            result[defence] = own.spans if own else {}
-            continue
         # The latest stage of each seed: an earlier version stored the accuracy of that round only.
         latest: dict[int, Mapping[str, Any]] = {}
         for row in sorted(rows, key=lambda row: row.setting.trained or 0):

@@ -9,14 +9,14 @@ from gradveil.runs.task import Parcel
 
 
 def write(pipe: IO[bytes], kind: str, parcel: Parcel) -> None:
-    """Write one parcel, and what it is."""
+    """Write one parcel and its kind."""
     head = {"kind": kind, "facts": parcel.facts, "bytes": len(parcel.data)}
     pipe.write(json.dumps(head).encode() + b"\n" + parcel.data)
     pipe.flush()
 
 
 def read(pipe: IO[bytes]) -> tuple[Any, Parcel] | None:
-    """Read one parcel and what it is; None where the writer has gone, be it in the middle of one."""
+    """Read one parcel and its kind; None if the writer is gone, even in the middle of a parcel."""
     line = pipe.readline()
     if not line.endswith(b"\n"):
         return None

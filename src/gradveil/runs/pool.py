@@ -19,40 +19,40 @@ from gradveil.runs.messages import read, write
 from gradveil.runs.task import Done, Job, Parcel, Site, T, ordered
 
 TRIES = 3
-"""How many workers a task may cost before it counts as failed."""
-Kind = Literal["told", "done", "failed", "refused"]
-"""What a worker says: news of its task, its result, why the task failed, why the worker cannot open its site."""
+"""Number of workers that a task may lose before it counts as failed."""
+Kind = Literal["progress", "done", "failed", "refused"]
+"""Progress or the result of a task, the reason of its failure, or the reason why a worker cannot open its site."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """What came from a worker."""
+    """A message from a worker."""
 
     worker: Worker
     kind: Kind | None
-    """None: nothing more will come, the worker is gone."""
+    """None if the worker is gone and sends nothing more."""
     parcel: Parcel
 
 
 class Worker(Protocol):
-    """Somebody who does one task at a time, elsewhere, and puts what he says into the inbox he was hired with."""
+    """A worker elsewhere that does one task at a time, and whose messages arrive in the inbox it was started with."""
 
     def send(self, order: Parcel) -> None:
-        """Give out a task; that the worker is gone is noticed by what he says."""
+        """Send a task; a message to the inbox reports a worker that is gone."""
         ...
 
     def end(self) -> str:
-        """Stop the worker; say why he is gone, if he is."""
+        """Stop the worker; return the reason if it was gone."""
         ...
 
 
 Inbox = queue.Queue[Message]
-"""Where the messages of all workers arrive."""
+"""The queue of all workers' messages."""
 
 
 @contextmanager
 def crew(hire: Callable[[Inbox], Worker], workers: int, job: Job[T], tasks: Sequence[T]) -> Generator[Done[T]]:
-    """Do the tasks with so many hired workers, whatever happens to them."""
+    """Do the tasks with up to `workers` workers; replace workers that are lost."""
     hired: list[Worker] = []
     inbox: Inbox = queue.Queue()
 
@@ -84,19 +84,19 @@ def _results(
             worker = idle.pop() if idle else hire()
             at[worker] = task
             worker.send(order)
-        # Only now: whoever was free works while the results are looked at.
+        # Only now, so that idle workers are busy while the caller reads the results.
         yield from finished
         finished.clear()
         if not at:
             continue
         message = inbox.get()
         worker, parcel = message.worker, message.parcel
-        if worker not in hired:  # it has been given up already
+        if worker not in hired:  # its task has been given to another one
             continue
         if message.kind == "refused":
             raise fail("workers", parcel.facts["message"], "correct it and run the same command again")
-        if message.kind == "told":
-            job.heard(at[worker], parcel)
+        if message.kind == "progress":
+            job.progress(at[worker], parcel)
         elif message.kind is not None:
             idle.append(worker)
             finished.append((at.pop(worker), parcel if message.kind == "done" else parcel.facts["message"]))
@@ -117,28 +117,28 @@ def _results(
 
 @dataclass(frozen=True)
 class Processes:
-    """A schedule: so many processes of so many threads each."""
+    """A scheduler with worker processes of `threads` threads each."""
 
     site: Site
     workers: int
     threads: int = 1
 
     def __call__(self, job: Job[T], tasks: Sequence[T]) -> AbstractContextManager[Done[T]]:
-        """Get every task done; leaving the `with` ends the processes."""
+        """Do every task; leaving the `with` ends the processes."""
         return crew(lambda inbox: _Process(self.site, self.threads, inbox), self.workers, job, tasks)
 
 
 class _Process:
-    """One process, told by its input and listened to by its output."""
+    """One process, which reads orders from its input and writes messages to its output."""
 
     def __init__(self, site: Site, threads: int, inbox: Inbox) -> None:
-        self.complaints = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - closed when the worker ends
-        # Its own session: Ctrl-C reaches the parent only, which then ends its workers in order.
+        self.errors = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - closed when the worker ends
+        # A session of its own: Ctrl-C reaches only the parent, which then ends its workers in order.
         self.process = subprocess.Popen(
             [sys.executable, "-m", "gradveil.runs.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self.complaints,
+            stderr=self.errors,
             env={**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
             start_new_session=True,
         )
@@ -148,18 +148,18 @@ class _Process:
 
     def _read(self, inbox: Inbox) -> None:
         assert self.process.stdout is not None
-        while (said := read(self.process.stdout)) is not None:
-            inbox.put(Message(self, *said))
+        while (message := read(self.process.stdout)) is not None:
+            inbox.put(Message(self, *message))
         inbox.put(Message(self, None, Parcel({})))
 
     def send(self, order: Parcel) -> None:
-        """Give out a task; a dead process is noticed when its output ends."""
+        """Send a task; a dead process shows when its output ends."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             write(self.process.stdin, "order", order)
 
     def end(self) -> str:
-        """Stop the process and say what it ended with, and the last thing it complained about."""
+        """Stop the process; return its exit code and the last line of its errors."""
         self.process.kill()
         code = self.process.wait()
         self.thread.join()
@@ -167,9 +167,9 @@ class _Process:
             if pipe is not None:
                 with suppress(BrokenPipeError):
                     pipe.close()
-        self.complaints.seek(0)
-        lines = self.complaints.read().decode("utf-8", "replace").strip().splitlines()
-        self.complaints.close()
+        self.errors.seek(0)
+        lines = self.errors.read().decode("utf-8", "replace").strip().splitlines()
+        self.errors.close()
         return f"the worker process ended with code {code}" + (f": {lines[-1]}" if lines else "")
 
 

@@ -1,6 +1,6 @@
 """An actor on a machine of a Ray cluster, which runs one task at a time.
 
-Only bytes go to and from it: parcels as they are written on pipes, cut into pieces.
+Only bytes go to and from it: parcels in the form of pipes, cut into pieces.
 """
 
 from __future__ import annotations
@@ -19,46 +19,48 @@ from gradveil.runs.messages import read, write
 from gradveil.runs.task import Parcel, Site, arrive, attempt
 
 PIECE = 8 * 2**20
-"""Bytes that are sent at once."""
+"""Bytes per piece."""
 Piece = tuple[bool, bytes]
-"""A part of a message, and whether it is the last."""
+"""Whether a part is the last of its message, and its bytes."""
 
 
 class Desk:
-    """Opens a site, then does tasks: as many as it is ordered to, one after the other."""
+    """An actor that opens a site, then does one ordered task after the other."""
 
     def __init__(self) -> None:
-        """Wait to be told what to open."""
+        """Wait for the site to open."""
         self._taken: list[Piece] = []
         self._orders: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
-        self._said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def open(self, message: bytes) -> bytes:
-        """Open the site, where this machine can do what the others do."""
+        """Open the site; refuse it if this machine has other versions than the driver's."""
         facts = unpack(message)[1].facts
         wanted = facts["versions"]
-        others = [f"{name} {own} instead of {wanted[name]}" for name, own in versions().items() if own != wanted[name]]
-        if others:
-            what = f"{platform.node()} has {', '.join(others)}: the same bits come of the same versions only"
-            return pack("refused", Parcel({"message": what}))
+        differing = [
+            f"{name} {here} instead of {wanted[name]}" for name, here in versions().items() if here != wanted[name]
+        ]
+        if differing:
+            problem = f"{platform.node()} has {', '.join(differing)}: only equal versions give the same bits"
+            return pack("refused", Parcel({"message": problem}))
         if os.path.isdir(facts["folder"]):
             os.chdir(facts["folder"])
         sys.path += [path for path in facts["paths"] if path not in sys.path]
         threading.Thread(target=self._work, args=(facts,), daemon=True).start()
-        return self._said.get()
+        return self._messages.get()
 
     def take(self, piece: Piece) -> None:
         """Take a piece of an order."""
         self._taken.append(piece)
 
     def do(self) -> Iterator[Piece]:
-        """Do what was ordered; yield the news of it, and what came of it."""
+        """Do the ordered task; yield its progress, then its result or failure."""
         (order,) = joined(self._taken)
         self._taken = []
         self._orders.put(unpack(order)[1])
-        kind = "told"
-        while kind == "told":
-            message = self._said.get()
+        kind = "progress"
+        while kind == "progress":
+            message = self._messages.get()
             kind = unpack(message)[0]
             yield from pieces(message)
 
@@ -66,43 +68,43 @@ class Desk:
         try:
             work = arrive(Site(facts["opener"], facts["setting"]), facts["threads"])
             if isinstance(work, str):
-                self._say("refused", Parcel({"message": work}))
+                self._send("refused", Parcel({"message": work}))
                 return
-            self._say("open", Parcel({}))
+            self._send("open", Parcel({}))
             while True:
-                found = attempt(work, self._orders.get(), lambda news: self._say("told", news))
-                if isinstance(found, str):
-                    self._say("failed", Parcel({"message": found}))
+                result = attempt(work, self._orders.get(), lambda parcel: self._send("progress", parcel))
+                if isinstance(result, str):
+                    self._send("failed", Parcel({"message": result}))
                 else:
-                    self._say("done", found)
-        except SystemExit as error:  # of a user's model; who waits for news would wait for ever
+                    self._send("done", result)
+        except SystemExit as error:  # raised by a custom model; the driver would wait forever
             os._exit(error.code if isinstance(error.code, int) else 1)
 
-    def _say(self, kind: str, parcel: Parcel) -> None:
-        self._said.put(pack(kind, parcel))
+    def _send(self, kind: str, parcel: Parcel) -> None:
+        self._messages.put(pack(kind, parcel))
 
 
 def versions() -> dict[str, str]:
-    """Name what decides the bits of results."""
+    """Return the versions that decide the bits of results."""
     return {name: version(name) for name in ("gradveil", "torch")}
 
 
 def pack(kind: str, parcel: Parcel) -> bytes:
-    """Write a parcel as a pipe carries it."""
+    """Write a parcel in the form of a pipe."""
     out = io.BytesIO()
     write(out, kind, parcel)
     return out.getvalue()
 
 
 def unpack(message: bytes) -> tuple[Any, Parcel]:
-    """Read a parcel and what it is.
+    """Read a parcel and its kind.
 
     >>> unpack(pack("done", Parcel({"number": 3}, b"bytes")))
     ('done', Parcel(facts={'number': 3}, data=b'bytes'))
     """
-    said = read(io.BytesIO(message))
-    assert said is not None
-    return said
+    content = read(io.BytesIO(message))
+    assert content is not None
+    return content
 
 
 def pieces(message: bytes, size: int = PIECE) -> Iterator[Piece]:
@@ -116,7 +118,7 @@ def pieces(message: bytes, size: int = PIECE) -> Iterator[Piece]:
 
 
 def joined(arrived: Iterable[Piece]) -> Iterator[bytes]:
-    """Put pieces together again.
+    """Join pieces into messages.
 
     >>> [*joined([(False, b"ab"), (True, b"c"), (True, b"d")])]
     [b'abc', b'd']

@@ -1,7 +1,7 @@
 """The process that drives Ray, started by `gradveil.runs.ray_pool`.
 
-It starts actors on request, hands orders to them, and passes on their messages. It ends when its input does: the
-actors end with it, and a Ray that it started.
+It starts actors on request, forwards orders to them and their messages to its parent. It ends when its input ends, and
+with it the actors and a Ray that it started.
 """
 
 from __future__ import annotations
@@ -25,96 +25,95 @@ from gradveil.runs.ray_actor import Desk, Piece, joined, pack, pieces, unpack, v
 from gradveil.runs.task import Parcel
 
 _STORE = 256 * 2**20
-"""Bytes of the store of a Ray that is started here: messages pass through it piece by piece."""
+"""Bytes of the object store of a Ray that is started here: messages pass through it piece by piece."""
 _AHEAD = 8
-"""Pieces that an actor may be ahead of who listens."""
+"""Number of pieces that an actor may send ahead of the reader."""
 _KNOCK_SECONDS = 30.0
 _ROOM_SECONDS = 60.0
 _LOOK_SECONDS = 0.2
 _STARTING = b"default_worker.py"
-"""Part of the command line of a worker process until it is registered, when Ray gives it another name."""
-_PLACE = ("opener", "setting", "threads")
+"""Part of a worker process's command line until Ray registers and renames it."""
+_SITE = ("opener", "setting", "threads")
 
 
 def main() -> None:
     """Serve orders until the input ends."""
-    # What Ray prints must not mix with the messages.
+    # Ray's output must not mix with the messages.
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    said = read(sys.stdin.buffer)
-    if said is None:
+    message = read(sys.stdin.buffer)
+    if message is None:
         return
-    facts = said[1].facts
+    facts = message[1].facts
     problem = _connect(facts)
     write(out, "refused" if problem else "connected", Parcel({"message": problem}))
     if problem:
         return
-    bridge = _Actors(facts, out)
+    actors = _Actors(facts, out)
     try:
-        while (said := read(sys.stdin.buffer)) is not None:
-            bridge.hear(*said)
+        while (message := read(sys.stdin.buffer)) is not None:
+            actors.handle(*message)
     finally:
-        _leave(bridge, facts)
+        _leave(actors, facts)
 
 
 def _connect(facts: Mapping[str, Any]) -> str:
-    """Start Ray, or join the cluster; say why that cannot be done."""
+    """Start Ray, or join the cluster; return the reason if that fails, else an empty string."""
     import ray
     from ray.exceptions import RayError
 
-    own = facts["address"] is None
-    places = facts["workers"] * facts["threads"]
-    start = {"num_cpus": places, "object_store_memory": _STORE, "include_dashboard": False}
+    starts_ray = facts["address"] is None
+    cores = facts["workers"] * facts["threads"]
+    start = {"num_cpus": cores, "object_store_memory": _STORE, "include_dashboard": False}
     start |= {"_temp_dir": facts["folder"]}
     try:
         _knock(facts["address"])
-        # "local" starts a cluster, whatever is running on this machine.
-        ray.init(
-            facts["address"] or "local", log_to_driver=False, logging_level=logging.ERROR, **(start if own else {})
-        )
-        return _room({"CPU": places, "GPU": facts["workers"] * facts["gpus"]})
+        # "local" starts a new cluster even if one runs on this machine.
+        address, options = facts["address"] or "local", start if starts_ray else {}
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
+        return _missing_resources({"CPU": cores, "GPU": facts["workers"] * facts["gpus"]})
     except (OSError, RuntimeError, ValueError, RayError) as error:
         return f"{type(error).__name__}: {error}"
 
 
-def _room(wanted: Mapping[str, int]) -> str:
-    """Say what the cluster lacks: a worker that waits for a place would keep its task from the others."""
+def _missing_resources(needed: Mapping[str, int]) -> str:
+    """Return what the cluster lacks: a worker that waits for resources would keep its task from the others."""
     import ray
 
-    end = time.monotonic() + _ROOM_SECONDS  # what another run has just left takes a while to be free
+    end = time.monotonic() + _ROOM_SECONDS  # resources of a run that has just ended take a while to be free
     while True:
-        there, free = ray.cluster_resources(), ray.available_resources()
-        if all(free.get(kind, 0) >= count for kind, count in wanted.items()):
+        total, free = ray.cluster_resources(), ray.available_resources()
+        if all(free.get(kind, 0) >= count for kind, count in needed.items()):
             return ""
-        if time.monotonic() > end or any(there.get(kind, 0) < count for kind, count in wanted.items()):
-            needs = " and ".join(f"{count} {kind}s" for kind, count in wanted.items() if count)
-            has = " and ".join(f"{free.get(kind, 0):g} of {there.get(kind, 0):g} {kind}s" for kind in wanted)
+        if time.monotonic() > end or any(total.get(kind, 0) < count for kind, count in needed.items()):
+            needs = " and ".join(f"{count} {kind}s" for kind, count in needed.items() if count)
+            has = " and ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s" for kind in needed)
             return f"the workers need {needs}, and of the cluster {has} are free"
         time.sleep(0.2)
 
 
 def _knock(address: str | None) -> None:
-    """Ask whether anybody is there: Ray itself would ask for many minutes."""
+    """Check that the address answers: Ray itself would try for many minutes."""
     host, _, port = (address or "").rpartition(":")
     if host and port.isdecimal():
         with socket.create_connection((host, int(port)), timeout=_KNOCK_SECONDS):
             pass
 
 
-def _leave(bridge: _Actors, facts: Mapping[str, Any]) -> None:
-    """End the actors and go; with a Ray that was started here, at once."""
+def _leave(actors: _Actors, facts: Mapping[str, Any]) -> None:
+    """End the actors and this process; if Ray was started here, kill the whole session."""
     if facts["address"] is None:
-        shutil.rmtree(facts["folder"], ignore_errors=True)  # who started this may have been killed
+        shutil.rmtree(facts["folder"], ignore_errors=True)  # the parent may have been killed
         os.killpg(0, signal.SIGKILL)
     import ray
 
-    bridge.end_all()
+    actors.end_all()
     ray.shutdown()
     os._exit(0)
 
 
 class _Actors:
-    """The actors, each with a thread that waits for what it says."""
+    """The actors, each with a thread that waits for its messages."""
 
     def __init__(self, facts: Mapping[str, Any], out: IO[bytes]) -> None:
         self.facts, self.out = facts, out
@@ -122,8 +121,8 @@ class _Actors:
         self.orders: dict[int, queue.SimpleQueue[Parcel]] = {}
         self.actors: dict[int, Any] = {}
 
-    def hear(self, kind: str, parcel: Parcel) -> None:
-        """Do what was asked for."""
+    def handle(self, kind: str, parcel: Parcel) -> None:
+        """Carry out a request."""
         number = parcel.facts["actor"]
         if kind == "hire":
             self.orders[number] = queue.SimpleQueue()
@@ -143,10 +142,10 @@ class _Actors:
         import ray
 
         threads = str(self.facts["threads"])
-        # One arena: blocks that the thread at work frees are kept as they are where there is one thread only.
-        own = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "MALLOC_ARENA_MAX": "1"}
+        # One malloc arena: with a single computing thread, its freed blocks are then reused as they are.
+        environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "MALLOC_ARENA_MAX": "1"}
         options = {"num_cpus": self.facts["threads"], "num_gpus": self.facts["gpus"]}
-        return ray.remote(Desk).options(**options, max_restarts=0, runtime_env={"env_vars": own}).remote()
+        return ray.remote(Desk).options(**options, max_restarts=0, runtime_env={"env_vars": environment}).remote()
 
     def _end(self, number: int) -> None:
         import ray
@@ -156,32 +155,33 @@ class _Actors:
             ray.kill(self.actors.pop(number))
 
     def _serve(self, number: int) -> None:
-        """Hand orders to an actor for as long as it lives."""
+        """Send orders to an actor for as long as it lives."""
         import ray
         from ray.exceptions import RayError, RayTaskError
 
         actor = self.actors[number]
-        place = {name: self.facts[name] for name in _PLACE}
-        place |= {"folder": os.getcwd(), "paths": sys.path, "versions": versions()}
+        site = {name: self.facts[name] for name in _SITE}
+        site |= {"folder": os.getcwd(), "paths": sys.path, "versions": versions()}
         try:
-            opening = actor.open.remote(pack("open", Parcel(place)))
+            opening = actor.open.remote(pack("open", Parcel(site)))
             if self.facts["address"] is None and _killed_at_start(opening):
-                self._say(number, "gone", Parcel({}), "the worker on the cluster was killed while it started")
+                self._forward(number, "gone", Parcel({}), "the worker on the cluster was killed while it started")
                 return
             kind, parcel = unpack(ray.get(opening))
             if kind == "refused":
-                self._say(number, kind, parcel)
+                self._forward(number, kind, parcel)
                 return
             while True:
                 self._order(actor, self.orders[number].get())
-                for each in self._told(actor):
-                    self._say(number, *each)
+                for message in self._messages(actor):
+                    self._forward(number, *message)
         except RayTaskError as error:
-            # The desk catches what goes wrong in a task: this machine cannot even begin.
-            self._say(number, "refused", Parcel({"message": f"a machine of the cluster cannot begin: {_last(error)}"}))
+            # The actor catches errors in tasks, so this one is of its start.
+            problem = f"a machine of the cluster cannot begin: {_last(error)}"
+            self._forward(number, "refused", Parcel({"message": problem}))
         except RayError as error:
             self._check()
-            self._say(number, "gone", Parcel({}), f"the worker on the cluster is gone: {_last(error)}")
+            self._forward(number, "gone", Parcel({}), f"the worker on the cluster is gone: {_last(error)}")
 
     def _order(self, actor: Any, order: Parcel) -> None:
         """Send an order piece by piece: one after the other, so that a small store holds any."""
@@ -190,7 +190,7 @@ class _Actors:
         for piece in pieces(pack("order", order)):
             ray.get(actor.take.remote(piece))
 
-    def _told(self, actor: Any) -> Iterator[tuple[str, Parcel]]:
+    def _messages(self, actor: Any) -> Iterator[tuple[str, Parcel]]:
         import ray
 
         stream = actor.do.options(num_returns="streaming", _generator_backpressure_num_objects=_AHEAD).remote()
@@ -198,16 +198,16 @@ class _Actors:
         for message in joined(arrived):
             yield unpack(message)
 
-    def _say(self, number: int, kind: str, parcel: Parcel, why: str = "") -> None:
+    def _forward(self, number: int, kind: str, parcel: Parcel, why: str = "") -> None:
         with self.lock, suppress(BrokenPipeError):
             write(self.out, kind, Parcel({"actor": number, "facts": parcel.facts, "message": why}, parcel.data))
 
     def _check(self) -> None:
-        """End this process where its machine is no part of the cluster any more: nothing comes of waiting."""
+        """End this process if its machine has left the cluster: waiting would never end."""
         import ray
 
-        own = ray.get_runtime_context().get_node_id()
-        if not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == own):
+        node_id = ray.get_runtime_context().get_node_id()
+        if not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == node_id):
             print("Ray is gone from this machine", file=sys.stderr, flush=True)
             os._exit(1)
 
@@ -215,8 +215,8 @@ class _Actors:
 def _killed_at_start(opening: Any) -> bool:
     """Wait until an actor answers; return whether a worker process of this session died before it was one.
 
-    Ray itself waits for such a process until its time for registration is over. Which actor it was meant for nobody
-    knows, so each one that has not answered yet is replaced.
+    Ray itself waits for such a process until its time for registration is over. The actor that it was meant for is not
+    known, so each one that has not answered yet is replaced.
     """
     import ray
 
@@ -231,17 +231,17 @@ def _killed_at_start(opening: Any) -> bool:
 
 def _session() -> dict[int, bytes]:
     """Read the command lines of the living processes of this session."""
-    found: dict[int, bytes] = {}
+    commands: dict[int, bytes] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has just ended
             state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
             if int(session) == os.getsid(0) and state != "Z":
-                found[int(folder.name)] = (folder / "cmdline").read_bytes()
-    return found
+                commands[int(folder.name)] = (folder / "cmdline").read_bytes()
+    return commands
 
 
 def _last(error: Exception) -> str:
-    """Take the line that says most of one of Ray's long messages: the first of a death, the last of a traceback."""
+    """Return the most informative line of one of Ray's long messages: the first of a death, the last of a traceback."""
     from ray.exceptions import RayTaskError
 
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

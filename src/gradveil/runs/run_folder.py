@@ -1,7 +1,7 @@
-"""The folder of a run: its own file, its lock, a fresh start, and what resuming it may change.
+"""The folder of a run: its file, its lock, a fresh start, and the settings that resuming it may change.
 
-Audits and trainings differ in a `RunKind`: the name of the file that describes a run, what it holds, and the folders
-beside it. All else is one: the folder is private and held by one process, and another run's folder is refused.
+Audits and trainings differ in a `RunKind`: the name and keys of the file that describes a run, and the folders next to
+it. Both are private, locked by one process, and refuse the folder of another run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REPORT = "report.html"
 
 
 class StoredPart(BaseModel):
-    """The keys that a file must have, and their types; other keys may be anything."""
+    """The keys that a file must have, and their types; other keys are not checked."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -64,12 +64,12 @@ class RunSettings(Protocol):
 
     @property
     def name(self) -> str:
-        """The run's name."""
+        """Name of the run."""
         ...
 
     @property
     def growing(self) -> tuple[str, ...]:
-        """The lists that may get longer while a run stays the same."""
+        """The lists that may grow without making another run."""
         ...
 
     def resolved(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def described(
     weights: str | None = None,
     images: Mapping[str, str | None] | None = None,
 ) -> dict[str, Any]:
-    """Return what the file of every run holds; other `weights` (a fingerprint) or `images` make it another run."""
+    """Return the content of every run's file; other `weights` (a fingerprint) or `images` make it another run."""
     settings = config.digest()
     return {
         "format": FORMAT,
@@ -112,7 +112,7 @@ def described(
 
 @dataclass(frozen=True)
 class RunKind:
-    """What tells the folders of audits and of trainings apart."""
+    """The differences between the folders of audits and of trainings."""
 
     file: str
     """Name of the file that describes a run."""
@@ -120,16 +120,16 @@ class RunKind:
     form: TypeAdapter[Any]
     """The keys that the file must have."""
     restore: str
-    """The remedy where the file is damaged."""
+    """The remedy if the file is damaged."""
     free: Sequence[str]
     """Settings that a resumed run may change."""
     folders: tuple[str, ...] = (TRIALS,)
     """Folders that hold results, which a fresh start removes."""
     grows: tuple[str, ...] = ()
-    """Keys of the file that a resumed run writes again, besides those of every run."""
+    """Keys of the file that a resumed run writes again, in addition to those of every run."""
 
-    def found(self, folder: Path) -> bool:
-        """Return whether a run of this kind lies in a folder."""
+    def exists(self, folder: Path) -> bool:
+        """Return whether a folder has a run of this kind."""
         return (folder / self.file).is_file()
 
     def read(self, folder: Path) -> dict[str, Any]:
@@ -146,13 +146,13 @@ class RunKind:
     ) -> list[Problem]:
         """Find out why a run can neither begin in a folder nor go on there; a damaged file is refused."""
         try:
-            if self.found(folder):
+            if self.exists(folder):
                 there = self.read(folder)
                 refuse_others(folder, there, info, self.free)
                 return [*others(there)]
             if folder.exists() and not folder.is_dir():
                 raise fail(str(folder), "is a file", "choose another --out")
-            _only_ours(folder, self.file, self.noun, {LOCK, REPORT, *self.folders})
+            _refuse_other_files(folder, self.file, self.noun, {LOCK, REPORT, *self.folders})
         except DamagedError:
             raise
         except GradveilError as error:
@@ -165,21 +165,21 @@ class RunKind:
         folder: Path,
         info: Mapping[str, Any],
         fresh: bool = False,
-        others: Callable[[Mapping[str, Any]], Iterable[Problem]] = lambda there: (),
+        others: Callable[[Mapping[str, Any]], Iterable[Problem]] = lambda stored: (),
     ) -> Generator[None]:
-        """Make or take up the folder of a run, for this process alone.
+        """Create or resume the folder of a run, for this process alone.
 
-        Other settings are refused; `others` finds what else of the run that is there differs. The lists that `info`
-        calls `growing` may hold more than before: the run then has more trials.
+        Other settings are refused; `others` returns further problems of the stored run. The lists that `info` names in
+        `growing` may be longer than before: the run then has more trials.
         """
         with held(folder, self.file, self.noun, self.folders, fresh):
-            if self.found(folder):
-                there = self.read(folder)
-                refuse_others(folder, there, info, self.free)
-                refuse([*others(there)])
-                now = {**there, **{key: info[key] for key in ("config", "trials", "command", *self.grows)}}
-                if any(now[key] != there[key] for key in ("config", "trials")):
-                    write_json(folder / self.file, now)
+            if self.exists(folder):
+                stored = self.read(folder)
+                refuse_others(folder, stored, info, self.free)
+                refuse([*others(stored)])
+                updated = {**stored, **{key: info[key] for key in ("config", "trials", "command", *self.grows)}}
+                if any(updated[key] != stored[key] for key in ("config", "trials")):
+                    write_json(folder / self.file, updated)
             else:
                 (folder / TRIALS).mkdir(mode=0o700, exist_ok=True)
                 write_json(folder / self.file, info)
@@ -207,16 +207,16 @@ def numbered(base: Path, problems: Callable[[Path], Sequence[Problem]]) -> tuple
 
 @contextmanager
 def held(folder: Path, file: str, noun: str, folders: Sequence[str], fresh: bool) -> Generator[None]:
-    """Make or take up a folder for this process alone, and remove what a killed process left in it.
+    """Create or resume a folder for this process alone, and remove the temporary files of a killed process.
 
-    A folder without `file` that holds anything but an early start of the same kind is refused.
+    A folder without `file` is refused, unless it holds no more than an early start of the same kind.
     """
     try:
         if folder.exists() and not folder.is_dir():
             raise fail(str(folder), "is a file", "choose another --out")
         existed = (folder / file).is_file()
         if not existed:
-            _only_ours(folder, file, noun, {LOCK, REPORT, *folders})
+            _refuse_other_files(folder, file, noun, {LOCK, REPORT, *folders})
         make_private(folder)
         folder.chmod(0o700)
     except OSError as error:
@@ -233,13 +233,13 @@ def held(folder: Path, file: str, noun: str, folders: Sequence[str], fresh: bool
         yield
 
 
-def _only_ours(folder: Path, file: str, noun: str, ours: set[str]) -> None:
+def _refuse_other_files(folder: Path, file: str, noun: str, expected: set[str]) -> None:
     names = {child.name for child in children(folder) if ".tmp-" not in child.name}
     orphans = [child for child in children(folder / TRIALS) if ".tmp-" not in child.name]
     if orphans:
-        what = f"is missing, and nothing else says with which settings the {len(orphans)} trials there were made"
-        raise fail(str(folder / file), what, "put a copy of it back, or choose another --out")
-    if names - ours:
+        problem = f"is missing, and the settings of the {len(orphans)} trials there are unknown without it"
+        raise fail(str(folder / file), problem, "put a copy of it back, or choose another --out")
+    if names - expected:
         raise fail(str(folder), f"holds other files and is no {noun}", "choose another --out")
 
 
@@ -249,7 +249,7 @@ def remove(path: Path) -> None:
 
 
 def children(folder: Path) -> list[Path]:
-    """List what is in a folder, sorted; nothing where there is none."""
+    """List the content of a folder, sorted; nothing if there is no folder."""
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
@@ -261,37 +261,37 @@ def refuse_format(file: Path, info: Any, reads: int) -> None:
 
 
 def checked(form: TypeAdapter[Any], file: Path, value: Any, remedy: str) -> Any:
-    """Return a value that has the keys and types of a form; otherwise raise a `DamagedError` with what is wrong."""
+    """Return a value that has the keys and types of a form; otherwise raise a `DamagedError` with each mismatch."""
     try:
         form.validate_python(value)
         return value
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False)
-        words = "; ".join(_words(entry["type"], entry["loc"], entry["input"], entry["msg"]) for entry in problems[:3])
+        text = "; ".join(_mismatch(entry["type"], entry["loc"], entry["input"], entry["msg"]) for entry in problems[:3])
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise DamagedError(Problem(str(file), f"{words}{more}", remedy)) from None
+        raise DamagedError(Problem(str(file), f"{text}{more}", remedy)) from None
 
 
 _WANTED = {"model_type": "an object", "dict_type": "an object", "list_type": "a list", "string_type": "a text"}
 _WANTED |= {"int_type": "a whole number", "float_type": "a number"}
 
 
-def _words(kind: str, location: Sequence[str | int], value: Any, message: str) -> str:
-    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+def _mismatch(kind: str, location: Sequence[str | int], value: Any, message: str) -> str:
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
     if kind == "missing":
-        return f"{where} is missing"
+        return f"{path} is missing"
     if kind == "too_short":
-        return f"{where} is empty".strip()
+        return f"{path} is empty".strip()
     if kind == "value_error":
-        return f"{where}: {message.removeprefix('Value error, ')}".removeprefix(": ")
-    shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
+        return f"{path}: {message.removeprefix('Value error, ')}".removeprefix(": ")
+    text = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
     wanted = f"not {_WANTED[kind]}" if kind in _WANTED else message
-    return f"{where} is {shown}, {wanted}".strip()
+    return f"{path} is {text}, {wanted}".strip()
 
 
 @contextmanager
 def noting(problems: list[Problem], kinds: type[GradveilError] = GradveilError) -> Iterator[None]:
-    """Collect the problems of what is read, so that all are reported at once."""
+    """Collect the problems of errors raised inside, to report all at once."""
     try:
         yield
     except kinds as error:

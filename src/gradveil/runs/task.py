@@ -1,7 +1,7 @@
 """Work, tasks and their results: the interface of schedulers.
 
-A task is told to a worker as a parcel (plain values and bytes) and comes back as one, so it can be done in this
-process, in another one, or on a machine that shares no files with this one; who asked for it writes the files.
+A task is sent to a worker as a parcel (plain values and bytes), and its result comes back as one. So it can be done in
+this process, in another one, or on a machine that shares no files with this one. The sender writes the files.
 """
 
 from __future__ import annotations
@@ -24,56 +24,56 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(frozen=True)
 class Parcel:
-    """What goes between those who schedule and those who work: values that JSON holds, and tensors as safetensors."""
+    """A message between scheduler and worker: plain values, as JSON has them, and tensors as bytes of safetensors."""
 
     facts: Mapping[str, Any]
     data: bytes = b""
 
 
-Tell = Callable[[Parcel], None]
-"""What a worker calls with news of the task it is at."""
-Work = Callable[[Parcel, Tell], Parcel]
-"""(order, tell) -> result: does one task. Equal orders give equal results, wherever they are carried out."""
+Report = Callable[[Parcel], None]
+"""Function that a worker calls with the progress of its task."""
+Work = Callable[[Parcel, Report], Parcel]
+"""(order, report) -> result: does one task. Equal orders give equal results on any worker."""
 
 
 @dataclass(frozen=True)
 class Job(Generic[T]):
-    """Work, and how each of its tasks is ordered and listened to."""
+    """Work, with the order of each of its tasks and a callback for its progress."""
 
     work: Work
     """Does tasks in this process."""
     order: Callable[[T], Parcel]
-    """Says what a worker needs for a task. Asked again whenever the task is given out, so that a task whose worker was
-    lost is taken up from what had been heard of it."""
-    heard: Callable[[T, Parcel], None]
-    """Hears, in this process, what a worker tells of its task."""
+    """Returns the order of a task. Called again whenever the task is sent, so that a task whose worker was lost resumes
+    from its last reported progress."""
+    progress: Callable[[T, Parcel], None]
+    """Receives, in this process, the progress of a task."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """What a worker elsewhere opens before its first task."""
+    """The function and setting that a worker elsewhere opens before its first task."""
 
     opener: str
-    """`package.module:function`, which makes the work from the setting."""
+    """`package.module:function`, which returns the work for the setting."""
     setting: Mapping[str, Any]
 
 
 Done = Iterator[tuple[T, Parcel | str]]
-"""Finished tasks in any order; a string says why a task failed."""
+"""Finished tasks in any order, with the result, or the reason of a failure as a string."""
 
 _INSTALLED = (
     str(Path(__file__).parents[1]),
     *{sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib")},
     "<",
 )
-"""Where code lies that is nobody's own; names in angles are of no file."""
+"""Folders of this library and of installed code. Names in angle brackets belong to no file."""
 
 
 class Scheduler(Protocol):
-    """A way of getting tasks done."""
+    """A way to do tasks."""
 
     def __call__(self, job: Job[T], tasks: Sequence[T]) -> AbstractContextManager[Done[T]]:
-        """Get every task done; leaving the `with` ends what is still at work."""
+        """Do every task; leaving the `with` ends what is still at work."""
         ...
 
 
@@ -83,42 +83,45 @@ def in_process(job: Job[T], tasks: Sequence[T]) -> AbstractContextManager[Done[T
     def each() -> Done[T]:
         for task in tasks:
 
-            def tell(news: Parcel, task: T = task) -> None:
-                job.heard(task, news)
+            def report(parcel: Parcel, task: T = task) -> None:
+                job.progress(task, parcel)
 
             order = ordered(job, task)
-            yield task, order if isinstance(order, str) else attempt(job.work, order, tell)
+            yield task, order if isinstance(order, str) else attempt(job.work, order, report)
 
     return nullcontext(each())
 
 
 def ordered(job: Job[T], task: T) -> Parcel | str:
-    """Make the order of a task; files that cannot be read fail it."""
+    """Return the order of a task; files that cannot be read fail it."""
     try:
         return job.order(task)
     except GradveilError as error:
         return str(error)
 
 
-def attempt(work: Work, order: Parcel, tell: Tell) -> Parcel | str:
-    """Do one task; what goes wrong in it (running out of memory, too) becomes its message and fails it."""
+def attempt(work: Work, order: Parcel, report: Report) -> Parcel | str:
+    """Do one task; an error in it, out of memory included, fails the task with its message."""
     try:
-        return work(order, tell)
+        return work(order, report)
     except GradveilError as error:
         return str(error)
-    except (*FOREIGN, SystemExit) as error:  # an attack that ends with sys.exit() ends itself, and no worker
-        return f"{type(error).__name__}: {error}{_place(error)}"
+    except (
+        *FOREIGN,
+        SystemExit,
+    ) as error:  # sys.exit() in an attack fails its task, not the worker
+        return f"{type(error).__name__}: {error}{_location(error)}"
 
 
-def _place(error: BaseException) -> str:
-    """Say where a user's own code raised: the innermost line that is neither this library's nor an installed one's."""
+def _location(error: BaseException) -> str:
+    """Locate an error in custom code: the innermost line outside this library and installed packages."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not any(f.filename.startswith(folder) for folder in _INSTALLED)]
-    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    custom = [f for f in frames if not any(f.filename.startswith(folder) for folder in _INSTALLED)]
+    return f" ({Path(custom[-1].filename).name}, line {custom[-1].lineno})" if custom else ""
 
 
 def arrive(site: Site, threads: int) -> Work | str:
-    """Open a site with so many threads of computation; say why if that cannot be done."""
+    """Open a site with this number of threads; return the reason as a string if that fails."""
     torch.set_num_threads(threads)
     module, _, name = site.opener.partition(":")
     try:

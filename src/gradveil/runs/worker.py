@@ -1,6 +1,6 @@
 """A process that runs tasks, started by `gradveil.runs.pool`.
 
-It ends when its input does, so that a killed parent leaves no orphan at work.
+It ends when its input ends, so that a killed parent leaves no process behind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gradveil.runs.task import Parcel, Site, arrive, attempt
 
 def main() -> None:
     """Serve tasks until the input ends."""
-    # What a user's model prints must not mix with the messages.
+    # Output of a custom model must not mix with the messages.
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     orders: queue.Queue[Parcel] = queue.Queue()
@@ -28,16 +28,16 @@ def main() -> None:
         write(out, "refused", Parcel({"message": work}))
         return
     while True:
-        found = attempt(work, orders.get(), lambda news: write(out, "told", news))
-        if isinstance(found, str):
-            write(out, "failed", Parcel({"message": found}))
+        result = attempt(work, orders.get(), lambda parcel: write(out, "progress", parcel))
+        if isinstance(result, str):
+            write(out, "failed", Parcel({"message": result}))
         else:
-            write(out, "done", found)
+            write(out, "done", result)
 
 
 def _listen(source: IO[bytes], orders: queue.Queue[Parcel]) -> None:
-    while (said := read(source)) is not None:
-        orders.put(said[1])
+    while (message := read(source)) is not None:
+        orders.put(message[1])
     os._exit(0)
 
 

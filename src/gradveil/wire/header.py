@@ -4,11 +4,11 @@ Integers are unsigned and little-endian, in groups of 7 bits with the high bit s
 shortest form):
 
     "GVUP"  2  flags (bit 0: shared mask, bit 1: deflated)  [8 bytes: digest of the mask]  8 bytes: digest of the layout
-    until all tensors are told, sorted by name:
-                      how many of them are coded together  1 + lower bits, 0 if dense | values << 6
+    for the tensors, sorted by name, one or several at once:
+                      number of tensors coded together  1 + lower bits, 0 if dense | values << 6
                       [entries in the mask, if there is one]
                       [if sparse: entries sent  length of the unary bitmap]
-                      [if deflated: length of each plane of bytes, 0 where it is left as it is]
+                      [if deflated: length of each plane of bytes, 0 where it is not deflated]
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from gradveil.core.errors import GradveilError, Problem
 from gradveil.wire import positions_and_values
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-"""What values may be; a dtype's code is its place."""
+"""Dtypes of values; the code of a dtype is its index."""
 DIGEST = 8
 """Bytes of the digest of a layout or of a public mask."""
 SHOWN = 8
-"""Differences that one error lists; an update of another model differs everywhere."""
+"""Largest number of differences in one error: an update of another model differs everywhere."""
 
 
 class WireError(GradveilError):
     """An encoded update is damaged, of another version, or not an update of the expected model."""
 
 
-def damaged(what: str, where: str = "update") -> WireError:
-    """Build the error for bytes that no sender writes."""
-    return WireError(Problem(where, what, "have it sent again; if it comes again, do not trust the sender"))
+def damaged(problem: str, where: str = "update") -> WireError:
+    """Build the error for bytes that `encode` never writes."""
+    return WireError(Problem(where, problem, "have it sent again; if it comes again, do not trust the sender"))
 
 
 class Described(NamedTuple):
@@ -91,19 +91,19 @@ class Layout(Mapping[str, Described]):
         >>> Layout.of({"w": torch.zeros(2, 3), "b": torch.zeros(2)}).digest().hex()
         '595c78f1885ea213'
         """
-        told = [[name, str(self[name].dtype).removeprefix("torch."), self[name].shape] for name in sorted(self)]
-        return blake2b(json.dumps(told, separators=(",", ":")).encode(), digest_size=DIGEST).digest()
+        rows = [[name, str(self[name].dtype).removeprefix("torch."), self[name].shape] for name in sorted(self)]
+        return blake2b(json.dumps(rows, separators=(",", ":")).encode(), digest_size=DIGEST).digest()
 
     def differences(self, sent: Layout) -> list[Problem]:
-        """Say where what was sent is not of this model, with both descriptions."""
+        """List the tensors in which a received layout differs, with both descriptions."""
         remedy = "send updates of the model that the receiver holds, or give the receiver this model's layout"
         problems = [
-            Problem(place_of(name), f"is {sent.get(name, 'missing')}, expected {self[name]}", remedy)
+            Problem(location_of(name), f"is {sent.get(name, 'missing')}, expected {self[name]}", remedy)
             for name in self
             if sent.get(name) != self[name]
         ]
         problems += [
-            Problem(place_of(name), f"is {sent[name]}, and the model has no such tensor", remedy)
+            Problem(location_of(name), f"is {sent[name]}, and the model has no such tensor", remedy)
             for name in sent
             if name not in self
         ]
@@ -113,12 +113,12 @@ class Layout(Mapping[str, Described]):
 
 
 def on_wire(dtype: torch.dtype, values: torch.dtype | None) -> torch.dtype:
-    """Choose the dtype of a tensor's values: the one asked for where it is narrower, else the tensor's own."""
+    """Return the narrower of a tensor's dtype and the requested one."""
     return dtype if values is None or values.itemsize >= dtype.itemsize else values
 
 
-def place_of(name: str) -> str:
-    """Name a tensor in an error; a stranger's name can do no harm in a terminal or a log."""
+def location_of(name: str) -> str:
+    """Name a tensor in an error; control characters in an untrusted name are escaped."""
     text = repr(name)[1:-1]
     return f"update.{text if len(text) <= 80 else text[:77] + '...'}"
 
@@ -126,48 +126,48 @@ def place_of(name: str) -> str:
 MAGIC = b"GVUP"
 """The first bytes of an encoded update."""
 VERSION = 2
-"""The version of the encoding; others are refused."""
+"""Version of the encoding; others are refused."""
 MOST_ENTRIES = 1 << 31
-"""Entries of one tensor at most, so that every sum of positions fits 64 bits."""
+"""Largest number of entries of one tensor: every sum of positions fits 64 bits."""
 MOST_TOGETHER = 1 << 16
-"""Entries that tensors coded together may have, so that decoding needs little memory for them."""
+"""Largest number of entries coded together, which bounds the memory of decoding."""
 
 
 class TensorEntry(NamedTuple):
-    """How one tensor, or several after each other, are stored."""
+    """Encoding of one tensor, or of several in a row."""
 
     names: tuple[str, ...]
     values: torch.dtype
-    """Of the values on the wire."""
+    """Dtype of the values on the wire."""
     among: int
-    """Entries that could be sent: all, or those in the shared mask."""
-    kept: int
-    """Entries sent: the values that are not zero, or all of a dense tensor."""
+    """Candidate entries: all, or those in the shared mask."""
+    sent: int
+    """Entries sent: the nonzero values, or all of a dense tensor."""
     low: int | None
     """Lower bits of the gaps that are stored in planes; None if dense."""
     unary: int
     """Bits of the unary bitmap."""
     planes: tuple[int, ...] = ()
-    """Lengths of the deflated planes of bytes, 0 for one that is left as it is; empty for plain values."""
+    """Lengths of the deflated planes of bytes, 0 for one that is not deflated; empty for plain values."""
 
     @property
-    def place(self) -> str:
-        """Name the tensors in an error."""
-        return _place(self.names)
+    def location(self) -> str:
+        """The tensors' name in an error."""
+        return _location(self.names)
 
     @property
     def position_bytes(self) -> int:
         """Bytes of the positions."""
-        return 0 if self.low is None else positions_and_values.size(self.kept, self.low, self.unary)
+        return 0 if self.low is None else positions_and_values.size(self.sent, self.low, self.unary)
 
     @property
     def value_bytes(self) -> int:
         """Bytes of the values."""
-        return sum(plane or self.kept for plane in self.planes or (0,) * self.values.itemsize)
+        return sum(plane or self.sent for plane in self.planes or (0,) * self.values.itemsize)
 
 
 class Header(NamedTuple):
-    """What an encoded update says of itself."""
+    """Header of an encoded update."""
 
     layout: Layout
     """The names, shapes and dtypes, which the receiver knows and the digest confirms."""
@@ -192,29 +192,29 @@ def write(layout: Layout, entries: Sequence[TensorEntry], mask: bytes, deflated:
         _write_number(out, len(entry.names))
         out.append(low | DTYPES.index(entry.values) << 6)
         among = (entry.among,) if mask else ()
-        for number in (*among, *((entry.kept, entry.unary) if low else ()), *entry.planes):
+        for number in (*among, *((entry.sent, entry.unary) if low else ()), *entry.planes):
             _write_number(out, number)
     return bytes(out)
 
 
 def stated(data: memoryview) -> bytes:
-    """Read the digest of the layout that an update says it is of."""
+    """Read the layout digest that an update states."""
     return _opening(_Cursor(data, 0))[0]
 
 
 def read(data: memoryview, layout: Layout) -> Header:
-    """Read a header, trusting nothing in it: no number is used before it is compared with its limit.
+    """Read an untrusted header: each number is compared with its limit before it is used.
 
     `layout` is the one whose digest the update states.
     """
     cursor = _Cursor(data, 0)
     _, mask, deflated = _opening(cursor)
     entries = list[TensorEntry]()
-    left = sorted(layout)
-    while left:
-        entries.append(_entry(cursor, layout, left, bool(mask), deflated))
-        del left[: len(entries[-1].names)]
-    return Header(layout, tuple(entries), mask, deflated, cursor.place)
+    remaining = sorted(layout)
+    while remaining:
+        entries.append(_entry(cursor, layout, remaining, bool(mask), deflated))
+        del remaining[: len(entries[-1].names)]
+    return Header(layout, tuple(entries), mask, deflated, cursor.position)
 
 
 def _opening(cursor: _Cursor) -> tuple[bytes, bytes, bool]:
@@ -231,49 +231,49 @@ def _opening(cursor: _Cursor) -> tuple[bytes, bytes, bool]:
     return bytes(cursor.take(DIGEST)), mask, bool(flags & 2)
 
 
-def _entry(cursor: _Cursor, layout: Layout, left: list[str], masked: bool, deflated: bool) -> TensorEntry:
-    """Read how the next tensors of the layout are coded together."""
-    names = tuple(left[: cursor.number(len(left))])
+def _entry(cursor: _Cursor, layout: Layout, remaining: list[str], masked: bool, deflated: bool) -> TensorEntry:
+    """Read the entry of the next tensors that are coded together; `remaining` lists those still to come."""
+    names = tuple(remaining[: cursor.number(len(remaining))])
     if not names:
         raise damaged("codes no tensor where some are left")
     entries = sum(math.prod(layout[name].shape) for name in names)
     if len(names) > 1 and entries > MOST_TOGETHER:
-        raise damaged(f"codes {entries} entries together, at most {MOST_TOGETHER} may be", _place(names))
+        raise damaged(f"codes {entries} entries together, at most {MOST_TOGETHER} may be", _location(names))
     kind = cursor.byte()
     low, values = kind & 63, DTYPES[kind >> 6]
     for name in names:
         if layout[name].dtype not in DTYPES or values != on_wire(layout[name].dtype, values):
-            raise damaged("has values that are wider than the tensor", place_of(name))
+            raise damaged("has values that are wider than the tensor", location_of(name))
     among = cursor.number(entries) if masked else entries
     if low > among.bit_length():
-        raise damaged(f"has the number {low} where at most {among.bit_length()} is possible", _place(names))
-    kept, unary = among, 0
+        raise damaged(f"has the number {low} where at most {among.bit_length()} is possible", _location(names))
+    sent, unary = among, 0
     if low:
-        kept = cursor.number(among)
-        unary = cursor.number(positions_and_values.longest(among, kept, low - 1))
+        sent = cursor.number(among)
+        unary = cursor.number(positions_and_values.longest(among, sent, low - 1))
     # A deflated plane is shorter than a plain one, or it would not be deflated.
-    planes = tuple(cursor.number(max(kept - 1, 0)) for _ in range(values.itemsize * deflated))
-    return TensorEntry(names, values, among, kept, low - 1 if low else None, unary, planes)
+    planes = tuple(cursor.number(max(sent - 1, 0)) for _ in range(values.itemsize * deflated))
+    return TensorEntry(names, values, among, sent, low - 1 if low else None, unary, planes)
 
 
 class _Cursor:
-    """A place in the bytes that never passes their end."""
+    """A reading position in the bytes that never passes their end."""
 
-    def __init__(self, data: memoryview, place: int) -> None:
+    def __init__(self, data: memoryview, position: int) -> None:
         self.data = data
-        self.place = place
+        self.position = position
 
     def take(self, count: int) -> memoryview:
-        if count > len(self.data) - self.place:
+        if count > len(self.data) - self.position:
             raise damaged("ends within its header")
-        self.place += count
-        return self.data[self.place - count : self.place]
+        self.position += count
+        return self.data[self.position - count : self.position]
 
     def byte(self) -> int:
-        if self.place == len(self.data):
+        if self.position == len(self.data):
             raise damaged("ends within its header")
-        self.place += 1
-        return self.data[self.place - 1]
+        self.position += 1
+        return self.data[self.position - 1]
 
     def number(self, most: int) -> int:
         value = 0
@@ -296,5 +296,5 @@ def _write_number(out: bytearray, value: int) -> None:
     out.append(value)
 
 
-def _place(names: tuple[str, ...]) -> str:
-    return place_of(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+def _location(names: tuple[str, ...]) -> str:
+    return location_of(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -19,7 +19,7 @@ from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.tree import Tensors, all_finite
 from gradveil.nn.weight_files import is_statistic
 from gradveil.wire.codec import Layout, decode, encode, fits
-from gradveil.wire.header import place_of
+from gradveil.wire.header import location_of
 
 MARK = "gradveil"
 """Name of the `ConfigRecord` that marks a message as one of Gradveil's."""
@@ -107,7 +107,9 @@ def unpacked(content: RecordDict) -> bytes:
 def encoded(update: Mapping[str, Tensor]) -> bytes:
     """Encode an update as audits count it: sparse where that is smaller, deflated; NaN and infinity are refused."""
     remedy = "lower the step size, or look at the examples; nothing is sent, and the client's state stays as it was"
-    refuse([Problem(place_of(n), "is not finite", remedy) for n, value in update.items() if not all_finite({n: value})])
+    refuse(
+        [Problem(location_of(n), "is not finite", remedy) for n, value in update.items() if not all_finite({n: value})]
+    )
     return encode(update, deflate=True)
 
 

@@ -39,7 +39,7 @@ from gradveil.integrations.flower.flower_records import (
     unpacked,
 )
 from gradveil.nn.weight_files import is_statistic
-from gradveil.wire.header import place_of
+from gradveil.wire.header import location_of
 
 Accepted = Literal["refuse", "bounded", "accept"]
 """Treatment of running statistics in a reply."""
@@ -73,7 +73,7 @@ class Bounds(Checked):
         means = [name for name in update if is_statistic(name)]
         if means and self.statistics == "refuse":
             remedy = "let clients keep them, or give Protected statistics='bounded'"
-            yield Problem(f"reply, {place_of(means[0])}", "is a running statistic, and none is accepted", remedy)
+            yield Problem(f"reply, {location_of(means[0])}", "is a running statistic, and none is accepted", remedy)
         elif means and self.statistics == "bounded":
             for name in means:
                 yield from self._statistic(name, before, update)
@@ -87,7 +87,7 @@ class Bounds(Checked):
     def _statistic(self, name: str, before: Mapping[str, Tensor], update: Mapping[str, Tensor]) -> Iterator[Problem]:
         """Compare a running mean or variance with the one that the server holds."""
         old, new = before[name].double(), before[name].double() - update[name].double()
-        where = f"reply, {place_of(name)}"
+        where = f"reply, {location_of(name)}"
         if name.endswith(_VARIANCE):
             if bool((new < 0).any()):
                 yield Problem(where, f"makes a variance negative ({float(new.min()):.4g})", "leave this reply out")
@@ -127,7 +127,7 @@ def finite(update: Tensors, after: Mapping[str, Tensor]) -> Iterator[Problem]:
     for name in update:
         if not bool(after[name].isfinite().all()):
             yield Problem(
-                f"reply, {place_of(name)}", "moves parameters beyond the range of their type", "leave this reply out"
+                f"reply, {location_of(name)}", "moves parameters beyond the range of their type", "leave this reply out"
             )
 
 

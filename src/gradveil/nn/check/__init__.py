@@ -34,4 +34,5 @@ def check(
     is_lazy = any("no shape yet" in problem.what for problem in of_layers)
     blocked = is_lazy or any(problem.severity == "error" for problem in of_batch)
     of_runs = [] if blocked else run_problems(model, batch, loss or F.cross_entropy)
-    return of_layers + of_batch + of_runs
+    reported = {(problem.where, problem.remedy) for problem in of_layers}
+    return of_layers + of_batch + [p for p in of_runs if (p.where, p.remedy) not in reported]

@@ -3,97 +3,30 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
-from torch.overrides import TorchFunctionMode
 
 from gradveil.core.errors import FOREIGN, GradveilError, Problem
 from gradveil.core.types import Batch
-from gradveil.nn.check.static import target_problems
+from gradveil.nn.check.inputs import input_remedy, visit_problems
+from gradveil.nn.check.static import BY_FORMULA, target_problems
+from gradveil.nn.formulas import (
+    IN_PLACE,
+    KINDS,
+    BatchNormWay,
+    Rewritten,
+    by_formula,
+    rewrite,
+    rewrite_overwriting,
+)
+from gradveil.nn.forward_trace import Trace, follow
+from gradveil.nn.model_outputs import logits_in, logits_only
 from gradveil.nn.module_paths import call_on
 from gradveil.nn.surgery import BatchNorm, InstanceNorms, prepare, uses_batch
-
-_AUGMENTED = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__"}
-
-
-@dataclass
-class Visit:
-    """One call of a module: its path, inputs and outputs."""
-
-    path: str
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...] = ()
-
-
-@dataclass(eq=False)
-class Trace(TorchFunctionMode):
-    """Visits of a forward pass in the order in which they end, and the in-place calls of each module."""
-
-    done: list[Visit] = field(default_factory=list)
-    under_way: list[Visit] = field(default_factory=list)
-    overwriting: dict[str, list[str]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Create the mode, not yet active."""
-        super().__init__()
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Record a call that overwrites a tensor, with its module."""
-        name = getattr(func, "__name__", "")
-        if name in _AUGMENTED or (name.endswith("_") and not name.endswith("__")):
-            path = self.under_way[-1].path if self.under_way else "model"
-            calls = self.overwriting.setdefault(path, [])
-            calls += [name] if name not in calls else []
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def where(self) -> str:
-        """Path of the module that was running when the pass stopped."""
-        return self.under_way[-1].path if self.under_way else "model"
-
-    def enter(self, path: str, inputs: Any) -> None:
-        """Begin a visit."""
-        self.under_way.append(Visit(path or "model", tensors_in(inputs)))
-
-    def leave(self, outputs: Any) -> None:
-        """End the visit under way."""
-        visit = self.under_way.pop()
-        visit.outputs = tensors_in(outputs)
-        self.done.append(visit)
-
-
-def tensors_in(value: Any) -> tuple[Tensor, ...]:
-    """Return copies of the tensors in a (nested) argument: a later in-place call does not change them."""
-    if isinstance(value, Tensor):
-        return (value.detach().clone(),)
-    if isinstance(value, list | tuple):
-        return tuple(tensor for part in value for tensor in tensors_in(part))
-    return ()
-
-
-def follow(model: nn.Module, run: Callable[[], Any], trace: Trace) -> Any:
-    """Call `run`, recording the model's forward pass in the trace."""
-    hooks = []
-    for path, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(lambda _m, inputs, path=path: trace.enter(path, inputs)))
-        hooks.append(module.register_forward_hook(lambda _m, _inputs, outputs: trace.leave(outputs)))
-    try:
-        with trace:
-            return run()
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def first_random(first: Trace, second: Trace) -> str | None:
@@ -118,7 +51,11 @@ TOLERANCE = 0.02
 
 
 def run_problems(model: nn.Module, batch: Batch, loss: Loss) -> list[Problem]:
-    """Run a prepared copy of the model, and return its problems."""
+    """Run a prepared copy of the model, and return its problems.
+
+    Where it fails, calls that `prepare` would compute by a formula are so, kind by kind: each that changes the problems
+    is one itself, and the problems that remain are those of the rewritten model.
+    """
     try:
         copy, _ = prepare(model)
     except FOREIGN as error:
@@ -126,20 +63,76 @@ def run_problems(model: nn.Module, batch: Batch, loss: Loss) -> list[Problem]:
         return [Problem("model", what, "keep only parameters, buffers and modules as tensors of the model")]
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")
-        trace = Trace()
-        problems, outputs = _forward_problems(copy, batch.inputs.detach(), trace)
-        if outputs is None:
-            return problems
-        if fatal := _output_problems(outputs, batch):
-            return problems + fatal
-        problems += _derivative_problems(copy, batch, loss, trace)
-        if not any(problem.severity == "error" for problem in problems):
-            problems += _batching_problems(copy, batch, loss, trace)
-            problems += _probability_problems(outputs.detach(), batch.targets, loss)
+        remaining = _problems_of(copy, batch, loss)
+        if not _stopped(remaining):
+            return remaining
+        problems: list[Problem] = []
+        for kind, rewritten in _rewritten(copy, batch.inputs.detach()[:2]):
+            after = _problems_of(rewritten.model, batch, loss)
+            if after != remaining:
+                problems += [_call_problem(path, kind) for path in rewritten.paths[kind]]
+                remaining = after
+            if not _stopped(remaining):
+                break
+        return problems + remaining
+
+
+def _stopped(problems: Iterable[Problem]) -> bool:
+    return any(problem.severity == "error" for problem in problems)
+
+
+def _rewritten(model: nn.Module, inputs: Tensor) -> Iterator[tuple[str, Rewritten]]:
+    """Yield the model with the calls of one kind after the other computed by formulas."""
+    way = BatchNormWay()
+    new = rewrite_overwriting(model, inputs, way)
+    if new is not None:
+        model = new.model
+        yield IN_PLACE, new
+    for kind in KINDS:
+        new = rewrite(model, inputs, way, kinds=[kind])
+        if new is not None:
+            model = new.model
+            yield kind, new
+
+
+def _call_problem(path: str, kind: str) -> Problem:
+    """Return the problem of a module's own calls of one kind."""
+    if kind == IN_PLACE:
+        remedy = f"write x = x + 1, not x += 1, and F.relu(x), not F.relu_(x); or {BY_FORMULA}"
+        return Problem(path, "overwrites a value that the derivatives need", remedy)
+    fused = (
+        "has no second derivative"
+        if kind in ("fused attention", "hardsigmoid")
+        else "has silently wrong batched derivatives"
+    )
+    return Problem(path, f"calls torch's {kind}, which {fused}", BY_FORMULA)
+
+
+def _problems_of(model: nn.Module, batch: Batch, loss: Loss) -> list[Problem]:
+    """Run a model forward and backward, and return its problems."""
+    trace = Trace()
+    problems, outputs = _forward_problems(model, batch.inputs.detach(), trace)
+    if outputs is None:
+        return problems
+    if not isinstance(outputs, Tensor):
+        named = f" with {', '.join(map(repr, outputs))}" if isinstance(outputs, Mapping) else ""
+        what = f"returns {type(outputs).__name__}{named}, not a tensor"
+        if logits_in(outputs) is None:
+            return [*problems, Problem("model", what, "wrap the model so that it returns the logits [B, K]")]
+        remedy = f"take its logits: {prepare.__module__}.prepare(model, batch=batch)"
+        return [Problem("model", what, remedy), *_problems_of(logits_only(model), batch, loss)]
+    if fatal := _output_problems(outputs, batch):
+        return problems + fatal
+    problems += visit_problems(model, trace)
+    problems += _derivative_problems(model, batch, loss, trace)
+    if not _stopped(problems):
+        problems += _batching_problems(model, batch, loss, trace)
+        problems += _probability_problems(outputs.detach(), batch.targets, loss)
     return problems
 
 
-def _forward_problems(model: nn.Module, inputs: Tensor, trace: Trace) -> tuple[list[Problem], Tensor | None]:
+def _forward_problems(model: nn.Module, inputs: Tensor, trace: Trace) -> tuple[list[Problem], Any]:
+    """Run a model forward twice, and return the problems of that and the outputs; no outputs if it fails."""
     copied, second = inputs.clone(), Trace()
     try:
         outputs = follow(model, lambda: model(copied), trace)
@@ -150,8 +143,7 @@ def _forward_problems(model: nn.Module, inputs: Tensor, trace: Trace) -> tuple[l
         shapes = ", ".join(str(tuple(t.shape)) for t in trace.under_way[-1].inputs) if trace.under_way else ""
         what = f"its forward pass fails for inputs of shape {tuple(inputs.shape)}"
         what += f" (here {shapes})" if shapes else ""
-        remedy = "check the number of channels, the image size and the dtype that the model expects"
-        return [Problem(trace.where, f"{what}: {_text(error)}", remedy)], None
+        return [Problem(trace.where, f"{what}: {_text(error)}", input_remedy(model, inputs))], None
     problems = []
     if not torch.equal(copied.nan_to_num(), inputs.nan_to_num()):
         path = next(iter(trace.overwriting), "model")
@@ -162,9 +154,6 @@ def _forward_problems(model: nn.Module, inputs: Tensor, trace: Trace) -> tuple[l
         what = "two passes over the same inputs differ: it draws random numbers that are not arguments"
         remedy = "use gradveil.nn.stochastic_layers.Dropout, or a module derived from gradveil.nn.stochastic.Stochastic"
         problems.append(Problem(random, what, remedy))
-    if not isinstance(outputs, Tensor):
-        what = f"returns {type(outputs).__name__}, not a tensor"
-        return [*problems, Problem("model", what, "wrap the model so that it returns the logits [B, K]")], None
     return problems, outputs
 
 
@@ -258,9 +247,6 @@ def _derivative_problem(which: str, error: Exception, trace: Trace) -> Problem:
         what = f"{which} fails, because an in-place operation ({calls or 'unknown'}) overwrote a value it needs"
         return Problem(where, what, "write it out of place: x = x + 1, not x += 1; F.relu(x), not F.relu_(x)")
     what, remedy = f"{which} fails: {_text(error)}", "replace the operation that has no (second) derivative in torch"
-    if "scaled_dot_product" in what:
-        remedy = "compute attention by its formula: wrap it in `with sdpa_kernel(SDPBackend.MATH):` "
-        remedy += "(both of torch.nn.attention)"
     return Problem("model", what, remedy)
 
 
@@ -304,6 +290,8 @@ def _batching_problems(model: nn.Module, batch: Batch, loss: Loss, trace: Trace)
 
 def _normalises(module: nn.Module) -> bool:
     """Return whether torch may batch a layer's derivatives wrongly; in prepared models only subclasses remain."""
+    if by_formula(module):
+        return False
     return isinstance(module, nn.LayerNorm | InstanceNorms) or (isinstance(module, BatchNorm) and uses_batch(module))
 
 

@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from gradveil.core.errors import Problem
 from gradveil.core.types import Batch
+from gradveil.nn.formulas import by_formula
 from gradveil.nn.surgery import BATCHNORMS, DROPOUTS, INSTANCENORMS, BatchNorm, InstanceNorms, replaceable, uses_batch
 
 Bounds = tuple[float | Tensor, float | Tensor]
@@ -169,9 +170,11 @@ def _randomness(module: nn.Module) -> tuple[str, str]:
 
 def _norm(module: nn.Module) -> tuple[str, str]:
     kind = type(module).__name__
+    if by_formula(module):
+        return "", ""
     if isinstance(module, BatchNorm) and uses_batch(module):
         ways = f"{SURGERY}.replace_batchnorm(model, 'batch_statistics'), or 'frozen' or 'group'"
-        ways = ways if replaceable(module, BATCHNORMS) else f"{_KEPT}; or put it into evaluation mode"
+        ways = ways if replaceable(module, BATCHNORMS) else f"{BY_FORMULA}; or put it into evaluation mode"
         if module.running_mean is not None:
             return f"{kind} in training mode changes its running statistics in every forward pass", ways
         return f"batched derivatives through {kind}, which uses the batch's statistics, are wrong in torch", ways
@@ -181,14 +184,12 @@ def _norm(module: nn.Module) -> tuple[str, str]:
     if isinstance(module, nn.LayerNorm | InstanceNorms) and _forward_is_torchs(module):
         what = f"batched derivatives through torch's {kind} are silently wrong"
         explicit = f"replace it by an explicit one: {SURGERY}.replace_layernorm(model)"
-        return what, explicit if replaceable(module, (nn.LayerNorm, *INSTANCENORMS)) else _KEPT
+        return what, explicit if replaceable(module, (nn.LayerNorm, *INSTANCENORMS)) else BY_FORMULA
     return "", ""
 
 
-_KEPT = (
-    "write it with gradveil.nn.normalisation: only torch's own types without hooks are replaced, since a subclass may "
-    "compute something else"
-)
+BY_FORMULA = f"compute it by its formula: {SURGERY}.prepare(model, batch=batch)"
+"""The remedy for layers that are not replaced, since a subclass or a hook may compute something else."""
 
 
 def _forward_is_torchs(module: nn.Module) -> bool:

@@ -39,7 +39,7 @@ class ModelEntry:
 _DLG = "Zhu, Liu, Han: Deep Leakage from Gradients (NeurIPS 2019)"
 _RGAP = "Zhu, Blaschko: R-GAP: Recursive Gradient Attack on Privacy (ICLR 2021)"
 _IG = "Geiping, Bauermeister, Dröge, Moeller: Inverting Gradients (NeurIPS 2020)"
-_OPTIMAL = "Chen, Liu, Lei: Optimal Defenses Against Gradient Reconstruction Attacks"
+_OPTIMAL = "Chen, Gürsoy, Lei 2024: Optimal Defenses Against Gradient Reconstruction Attacks"
 _SCHELIGA = "Scheliga, Mäder, Seeland: Combining Stochastic Defenses to Resist Gradient Inversion"
 _GLAUS = "Yang et al. 2023: GLAUS, an attack on unbiased gradient sampling"
 _RESNET = "He, Zhang, Ren, Sun: Deep Residual Learning for Image Recognition (CVPR 2016)"

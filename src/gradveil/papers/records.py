@@ -1,0 +1,216 @@
+"""Recorded measurements of the papers' cells: the scores of every image, and what each measurement took.
+
+`records/RUN.csv` holds one line per image (or per training), `records/measurements.csv` one line per measurement. A
+rate is always computed from the images' lines, never recorded.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from gradveil.audit.attack_selection import trials
+from gradveil.audit.audit_config import RunConfig
+from gradveil.audit.audit_run import machine as describe_machine
+from gradveil.audit.result_rows import Row
+from gradveil.audit.run_directory import AUDIT, load_run
+from gradveil.core.private_files import write_private
+from gradveil.federated.training_run import is_training, load_training
+from gradveil.papers.study import SCALES
+
+FOLDER = "records"
+INDEX = "measurements.csv"
+_SCORES = ("recovered", "ssim", "psnr", "mse", "lpips", "identified", "ssim_transformed")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One measurement: a defence and an attack (or none: a training) in a run, with its scores."""
+
+    run: str
+    defence: str
+    attack: str
+    scale: str
+    status: str
+    """`complete`, or why there is no result."""
+    iterations: int | None
+    """Largest number of iterations of a target; of a training, its rounds."""
+    seconds: float | None
+    """Working time, summed over processes."""
+    baseline: float | None
+    """Rate of images that the best guess recovers without the update."""
+    date: str
+    machine: str
+    torch: str
+    scores: tuple[Mapping[str, Any], ...] = field(compare=False)
+    """One line per image or training."""
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """What is measured."""
+        return self.run, self.defence, self.attack
+
+    def values(self, name: str) -> list[float]:
+        """Return the scores of a name, those that are missing left out."""
+        return [float(line[name]) for line in self.scores if line.get(name) not in (None, "")]
+
+
+_FACTS = tuple(entry.name for entry in fields(Record) if entry.name != "scores")
+
+
+def read_run(folder: Path, run: str, scale: str, defence: str) -> Iterator[Record]:
+    """Read the measurements of a run directory that `gradveil paper run` wrote."""
+    if is_training(folder):
+        yield from _trainings(folder, run, scale, defence)
+    elif AUDIT.exists(folder):
+        yield from _audits(folder, run, scale, defence)
+
+
+def _audits(folder: Path, run: str, scale: str, defence: str) -> Iterator[Record]:
+    opened = load_run(folder)
+    attacks = {address.id: address.attack for address in trials(RunConfig.model_validate(opened.info["config"]))}
+    for number, trial in enumerate(opened.trials):
+        attack = attacks[trial.info["trial"]]
+        facts = _facts(opened.info)
+        if trial.failed is not None:
+            yield Record(run, defence, attack, scale, trial.failed, None, None, None, *facts, ())
+            continue
+        row = Row(number, trial)
+        lines = [
+            {
+                "seed": trial.info["seed"],
+                "target": record["target_client"],
+                "image": index,
+                "status": record["status"],
+                "recovered": image["success"],
+                **{name: image[name] for name in _SCORES if image.get(name) is not None},
+                **{name: image.get(name) for name in trial.info.get("metrics", ())},
+            }
+            for record in trial.records
+            for index, image in enumerate(record["per_image"])
+        ]
+        iterations = max((record.get("iterations") or 0 for record in trial.records), default=0)
+        seconds = trial.info.get("seconds")
+        yield Record(
+            run, defence, attack, scale, "complete", iterations or None, seconds, row.baseline, *facts, tuple(lines)
+        )
+
+
+def _trainings(folder: Path, run: str, scale: str, defence: str) -> Iterator[Record]:
+    training = load_training(folder)
+    summaries = [summary for _, summary in training.trials if summary is not None]
+    if not summaries:
+        return
+    lines = [
+        {"seed": row["seed"], "status": row["status"], "accuracy": row["accuracy"], "rounds": row["rounds"]}
+        for row in summaries
+        if row["accuracy"] is not None
+    ]
+    status = "complete" if len(lines) == len(training.trials) else "unfinished"
+    seconds = sum(row["seconds"] * row["rounds"] for row in summaries if row["seconds"] is not None)
+    rounds = max(row["rounds"] for row in summaries)
+    facts = _facts(training.info)
+    yield Record(run, defence, "", scale, status, rounds, seconds, None, *facts, tuple(lines))
+
+
+def _facts(info: Mapping[str, Any]) -> tuple[str, str, str]:
+    machine = info.get("machine") or describe_machine("cpu")  # a training does not record its own
+    where = machine.get("device", "cpu")
+    name = machine.get("cpu", "") if where == "cpu" else where
+    cores = f"{machine['cores']} cores, " if where == "cpu" and "cores" in machine else ""
+    return info["created"][:10], f"{cores}{name}", version("torch")
+
+
+def write(records: Iterable[Record], folder: Path) -> list[Path]:
+    """Write measurements into a paper's records; each replaces what was recorded in its place."""
+    known = {record.place: record for record in read(folder)}
+    known |= {record.place: record for record in records}
+    written = []
+    ordered = sorted(known.values(), key=lambda record: record.place)
+    for run in sorted({record.run for record in ordered}):
+        lines = [
+            {"defence": record.defence, "attack": record.attack, **line}
+            for record in ordered
+            if record.run == run
+            for line in record.scores
+        ]
+        written.append(folder / FOLDER / f"{run}.csv")
+        _write_lines(written[-1], lines)
+    written.append(folder / FOLDER / INDEX)
+    _write_lines(written[-1], [{name: getattr(record, name) for name in _FACTS} for record in ordered])
+    return written
+
+
+def _write_lines(file: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    names = list(dict.fromkeys(name for line in lines for name in line))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _short(value) for name, value in line.items()} for line in lines)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_private(file, text.getvalue().encode())
+    file.chmod(0o644)
+
+
+def _short(value: Any) -> Any:
+    """Write scores with five digits: far more than their noise."""
+    if isinstance(value, bool):
+        return int(value)
+    return f"{value:.5g}" if isinstance(value, float) else value
+
+
+def packaged(key: str) -> list[Record]:
+    """Read the records that come with the package."""
+    return read(Path(str(files("gradveil.papers") / key)))
+
+
+def read(folder: Path) -> list[Record]:
+    """Read a paper's recorded measurements."""
+    index = folder / FOLDER / INDEX
+    if not index.is_file():
+        return []
+    scores: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    facts = _read_lines(index)
+    for run in {line["run"] for line in facts}:
+        for line in _read_lines(folder / FOLDER / f"{run}.csv"):
+            scores.setdefault((run, line["defence"], line["attack"]), []).append(line)
+    return [_recorded(line, scores.get((line["run"], line["defence"], line["attack"]), [])) for line in facts]
+
+
+def _read_lines(file: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(file.read_text("utf-8"))))
+
+
+def _recorded(line: Mapping[str, str], scores: Sequence[Mapping[str, Any]]) -> Record:
+    return Record(
+        run=line["run"],
+        defence=line["defence"],
+        attack=line["attack"],
+        scale=line["scale"],
+        status=line["status"],
+        iterations=int(line["iterations"]) if line["iterations"] else None,
+        seconds=float(line["seconds"]) if line["seconds"] else None,
+        baseline=float(line["baseline"]) if line["baseline"] else None,
+        date=line["date"],
+        machine=line["machine"],
+        torch=line["torch"],
+        scores=tuple(scores),
+    )
+
+
+def best(records: Iterable[Record]) -> dict[tuple[str, str, str], Record]:
+    """Choose for each place the complete measurement of the largest scale, the latest among equals."""
+
+    def rank(record: Record) -> tuple[bool, int, str]:
+        return record.status == "complete", SCALES.index(record.scale), record.date
+
+    chosen: dict[tuple[str, str, str], Record] = {}
+    for record in sorted(records, key=rank):
+        chosen[record.place] = record
+    return chosen
