@@ -107,7 +107,7 @@ def test_every_surface_shows_the_same_verdicts(folder: Path, capsys: pytest.Capt
 
     page = read(write_report(folder).read_text("utf-8")).text
     assert SENTENCE in page
-    result = Result(load_run(folder).trials, folder, lambda _, out: out, {})
+    result = Result(load_run(folder).trials, folder, lambda _, out: out, lambda *_: None, {})
     assert result.verdict == SENTENCE
     assert {verdict.defence: verdict.level for verdict in result.verdicts} == {"none": "broken", **levels}
     assert str(result).startswith(f"Verdict: {SENTENCE[:60]}")
@@ -119,7 +119,8 @@ def test_the_headline_its_baseline_and_the_count_that_leaks_are_the_same_everywh
     """20 of 36 are recovered, which guessing reaches; 28 are identified, which is the leak; 12 are both."""
     chances = {"recovered": 0.75, "public": 100, "identified": 0.02, "gallery": 50, "identifiable": 0.0175}
     rows = [row(32, defence="none", simulated_client="naive", expected=chances), row(20, 36, expected=chances)]
-    rows[1].info["controls"]["class_mean"]["asr"] = 0.8
+    controls = rows[1].info["controls"]
+    rows[1].trial.info["controls"] = controls | {"class_mean": controls["class_mean"] | {"asr": 0.8}}
     for place, record in enumerate(rows[1].trial.records):
         record["per_image"][0]["identified"] = not 12 <= place < 20
     folder, leaked = write(tmp_path / "run", rows), "28 of 36 identified"
