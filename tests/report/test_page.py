@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from gradveil.audit.findings import findings_of
 from gradveil.audit.result_rows import summarise
 from gradveil.audit.run_directory import load_run
 from gradveil.core.errors import GradveilError
@@ -161,6 +162,15 @@ def test_extra_metrics_are_columns_of_table_and_csv(tmp_path: Path, trials: list
     with urllib.request.urlopen(address) as answer:
         (head, *lines) = csv.reader(answer.read().decode().splitlines())
     assert {line[head.index("my.metrics:sharpness")] for line in lines} == {"0.625"}
+
+
+def test_first_screen_ends_with_the_recommendation_and_what_the_verdict_rests_on(run: Path) -> None:
+    loaded = load_run(run)
+    advice = findings_of(loaded).recommendation
+    assert advice is not None
+    html = audit_page(loaded)
+    first = read(html[: html.index("<main>")]).text
+    assert f"{advice.text} Basis: lenet-zhu on faces" in first
 
 
 def test_a_leak_that_is_not_the_headline_is_named_on_the_first_screen(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def context(run: Run, costs: Costs | None = None) -> dict[str, Any]:
         "notes": notes(every),
         "thresholds": thresholds,
         "verdicts": result.verdicts,
-        "tables": defence_tables(shown, result.gaps),
+        "tables": defence_tables(shown, result),
         "exhibits": shown,
         "halls": halls(shown),
         "pictures": pictures,
@@ -115,7 +115,8 @@ def _opening(run: Run, result: Findings, config: Mapping[str, Any], shown: Seque
     """Return what the first screen shows: the verdict, the most telling pictures, the recommendation, the basis."""
     setting = leading_setting(result.verdicts)
     here = [each for each in shown if each.verdict.setting == setting]
-    telling = most_telling(here)
+    advice = result.recommendation
+    telling = most_telling(here, advice and advice.defence)
     settings = {entry.setting for entry in result.entries}
     with_pictures = [each for each in telling if each.pictures is not None]
     first = with_pictures[0].pictures if with_pictures else None
@@ -129,7 +130,7 @@ def _opening(run: Run, result: Findings, config: Mapping[str, Any], shown: Seque
         "opening_same": [each.row.number for each in same],
         "across": _ACROSS,
         "others": [each.name for each in here if each not in telling],
-        "recommendation": result.recommendation and result.recommendation.text,
+        "recommendation": advice,
         "basis": _basis(result.finished),
         "not_tested": listing(name for name, _ in untried(judged, config)),
         "threat": threat_model(result.finished, config),

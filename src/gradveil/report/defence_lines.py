@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradveil.audit.findings import Gap
+from gradveil.audit.defence_costs import DefenceCost
+from gradveil.audit.findings import Findings, Gap
 from gradveil.audit.result_rows import Row, TrialSetting
 from gradveil.audit.verdict import Verdict
-from gradveil.core.formatting import DASH, percent, size
+from gradveil.core.formatting import DASH, percent, plural, size
 from gradveil.defences.guarantees import NOTHING
 from gradveil.federated.training_groups import proven
 from gradveil.report.exhibits import Exhibit
@@ -50,29 +51,31 @@ class DefenceTable:
         return any(line.accuracy != DASH for line in self.lines)
 
 
-def defence_tables(shown: Sequence[Exhibit], gaps: Sequence[Gap]) -> list[DefenceTable]:
+def defence_tables(shown: Sequence[Exhibit], result: Findings) -> list[DefenceTable]:
     """Build the table of every setting: verdicts first, then the defences that no trial has a score of."""
-    settings = dict.fromkeys([each.verdict.setting for each in shown] + [gap.setting for gap in gaps])
+    settings = dict.fromkeys([each.verdict.setting for each in shown] + [gap.setting for gap in result.gaps])
     return [
         _table(
             setting,
-            [each for each in shown if each.verdict.setting == setting],
-            [gap for gap in gaps if gap.setting == setting],
+            [(each, result.cost(each.verdict.defence)) for each in shown if each.verdict.setting == setting],
+            [gap for gap in result.gaps if gap.setting == setting],
         )
         for setting in settings
     ]
 
 
-def _table(setting: TrialSetting, here: Sequence[Exhibit], gaps: Sequence[Gap]) -> DefenceTable:
+def _table(
+    setting: TrialSetting, here: Sequence[tuple[Exhibit, DefenceCost | None]], gaps: Sequence[Gap]
+) -> DefenceTable:
     marks: dict[str, str] = {}
-    lines = [_line(each, marks) for each in here]
+    lines = [_line(each, cost, marks) for each, cost in here]
     lines += [DefenceLine(gap.defence, gap.level, reasons=gap.reasons) for gap in gaps]
     return DefenceTable(setting, tuple(lines), tuple((mark, text) for text, mark in marks.items()))
 
 
-def _line(exhibit: Exhibit, marks: dict[str, str]) -> DefenceLine:
+def _line(exhibit: Exhibit, cost: DefenceCost | None, marks: dict[str, str]) -> DefenceLine:
     verdict = exhibit.verdict
-    notes = [_mark(text, marks) for text in _footnotes(verdict)]
+    notes = [_mark(text, marks) for text in _footnotes(verdict, cost)]
     share = verdict.price.share
     return DefenceLine(
         exhibit.name,
@@ -80,10 +83,10 @@ def _line(exhibit: Exhibit, marks: dict[str, str]) -> DefenceLine:
         f"run-{verdict.best.number}",
         verdict,
         exhibit.attack,
-        percent(accuracy_of(verdict.best)),
+        cost.accuracy.words() if cost and verdict.setting.trained is None else percent(accuracy_of(verdict.best)),
         size(verdict.price.sent),
         "" if share is None or verdict.undefended else times(share),
-        DASH if verdict.undefended else guarantee_of(verdict.best.info),
+        DASH if verdict.undefended else guarantee_of(verdict.best.info, cost),
         tuple(notes),
     )
 
@@ -93,11 +96,14 @@ def _mark(text: str, marks: dict[str, str]) -> str:
     return marks.setdefault(text, _MARKS[count % 26] * (1 + count // 26))
 
 
-def _footnotes(verdict: Verdict) -> list[str]:
+def _footnotes(verdict: Verdict, cost: DefenceCost | None) -> list[str]:
     """List what the guarantee of a defence takes, and what makes it void."""
     info = verdict.best.info
-    if verdict.undefended or guarantee_of(info) == "none":
+    if verdict.undefended or guarantee_of(info, cost) == "none":
         return []
+    if cost is not None and cost.proof:
+        whole = f"{cost.proof}, for the {plural(cost.rounds, 'round')} of training behind the accuracy."
+        return [whole[0].upper() + whole[1:]]
     training = info.get("training") or {}
     planned = bool(info.get("epsilon")) or not training.get("epsilon")
     text = str(info.get("guarantee") if planned else training.get("guarantee"))
@@ -105,13 +111,15 @@ def _footnotes(verdict: Verdict) -> list[str]:
     return whole + [f"{warning[0].upper()}{warning[1:]}." for warning in info.get("suspicions", ())]
 
 
-def guarantee_of(info: Mapping[str, Any]) -> str:
+def guarantee_of(info: Mapping[str, Any], cost: DefenceCost | None = None) -> str:
     """Write the guarantee of a trial in a few words, without the reason where there is none.
+
+    The epsilon that goes with a measured accuracy is that of the same training.
 
     >>> guarantee_of({"guarantee": "no formal guarantee: 'a' looks at data"}), guarantee_of({"epsilon": {"client": 2}})
     ('none', 'epsilon 2 of each client')
     """
-    text = proven(info)
+    text = cost.proven if cost and cost.proof else proven(info)
     return "none" if text.startswith(NOTHING) else text
 
 
