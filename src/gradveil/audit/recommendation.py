@@ -154,13 +154,19 @@ def _costs(best: _Candidate, command: str) -> Iterator[str]:
         word = "points" if abs(round(points)) != 1 else "point"
         told.append(f"{points:.0f} {word} of accuracy ({change}, ± {error:.0f})")
     if best.bytes_ratio is not None:
-        told.append(f"{number(best.bytes_ratio, 2)} times the bytes")
+        what = "of a round" if cost is not None and cost.bytes_ratio is not None else "of an update"
+        told.append(f"{number(best.bytes_ratio, 2)} times the bytes {what}")
     if cost is not None and cost.seconds_ratio is not None:
-        told.append(f"{number(cost.seconds_ratio, 2)} times the client's time")
+        told.append(_time(cost.seconds_ratio))
     if told:
         yield f"It costs {listing(told)}."
     if cost is None or cost.lost is None:
         yield _unmeasured(best, command)
+
+
+def _time(ratio: float) -> str:
+    """Say how a client's time compares; timings of short trainings are noisy, so that a quarter counts as the same."""
+    return "about the same client time" if 0.8 <= ratio <= 1.25 else f"{number(ratio, 2)} times the client's time"
 
 
 def _unmeasured(best: _Candidate, command: str) -> str:
