@@ -154,13 +154,23 @@ def _costs(best: _Candidate, command: str) -> Iterator[str]:
         word = "points" if abs(round(points)) != 1 else "point"
         told.append(f"{points:.0f} {word} of accuracy ({change}, ± {error:.0f})")
     if best.bytes_ratio is not None:
-        told.append(f"{number(best.bytes_ratio, 2)} times the bytes")
+        told.append(_times(best.bytes_ratio, "bytes"))
     if cost is not None and cost.seconds_ratio is not None:
-        told.append(f"{number(cost.seconds_ratio, 2)} times the client's time")
+        told.append(_times(cost.seconds_ratio, "client's time"))
     if told:
         yield f"It costs {listing(told)}."
     if cost is None or cost.lost is None:
         yield _unmeasured(best, command)
+
+
+def _times(ratio: float, what: str) -> str:
+    """Write a ratio in words.
+
+    >>> _times(2.456, "bytes"), _times(0.996, "bytes")
+    ('2.5 times the bytes', 'the same bytes')
+    """
+    rounded = number(ratio, 2)
+    return f"the same {what}" if rounded == "1" else f"{rounded} times the {what}"
 
 
 def _unmeasured(best: _Candidate, command: str) -> str:
