@@ -146,7 +146,13 @@ def no_pickle(source: Source) -> list[str]:
 
 CALLERS_OF_FOREIGN_CODE = {
     *("gradveil.nn.models", "gradveil.nn.check.running", "gradveil.nn.surgery", "gradveil.runs.task"),
-    *("gradveil.nn.copyable", "gradveil.nn.formulas", "gradveil.nn.model_outputs", "gradveil.nn.models.libraries"),
+    *(
+        "gradveil.metrics",
+        "gradveil.nn.copyable",
+        "gradveil.nn.formulas",
+        "gradveil.nn.model_outputs",
+        "gradveil.nn.models.libraries",
+    ),
     *(
         "gradveil.audit.argument_checks",
         "gradveil.audit.score",

@@ -22,6 +22,7 @@ from gradveil.nn.initial_weights import drawing_from
 from gradveil.nn.model_outputs import logits_only
 
 WHERE = "model.name"
+"""Place of problems with a library's model."""
 
 
 @dataclass(frozen=True)
