@@ -88,7 +88,7 @@ class Result:
     @property
     def findings(self) -> Findings:
         """Everything that the surfaces show: verdicts, settings and trials as plain objects, the control."""
-        return findings(self.trials)
+        return findings(self.trials, command=_CALL)
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -132,6 +132,8 @@ class Result:
         return None if self.as_html is None else self.as_html(self)
 
 
+_CALL = "gradveil.audit(...)"
+"""The command that a run from Python records."""
 _MORE = "More: result.report() writes a page with pictures, reasons and definitions; result.summary() has each trial."
 
 
@@ -286,16 +288,16 @@ def _run(experiment: Experiment, out: Path | str | None, make: Callable[..., Res
     folder = Path(tempfile.mkdtemp(prefix="gradveil-") if out is None else out)
     warnings = tuple(str(problem) for problem in closed_forms(experiment, called=True))
     shared = sharing(experiment)
-    info = describe(
-        experiment.config, experiment.config.target_clients, "gradveil.audit(...)", sharing=shared, warnings=warnings
-    )
+    info = describe(experiment.config, experiment.config.target_clients, _CALL, sharing=shared, warnings=warnings)
     shown = sys.stderr.isatty() or "ipykernel" in sys.modules if progress is None else progress
+    # A quiet console would still leave an empty output in a notebook.
+    console = Console(stderr=True, quiet=not shown, markup=False, force_jupyter=None if shown else False)
     with ExitStack() as undo:
         if out is None:  # whatever stops the run, an interrupt too: the temporary folder holds private images
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
         with (
             _one_thread(experiment.config.device),
-            Screen(Console(stderr=True, quiet=not shown, markup=False), title(experiment)) as screen,
+            Screen(console, title(experiment)) as screen,
             Store(folder).open(info) as store,
         ):
             run(experiment, store, screen, experiment.config.target_clients)

@@ -155,7 +155,8 @@ def _costs(best: _Candidate, command: str) -> Iterator[str]:
         told.append(f"{points:.0f} {word} of accuracy ({change}, ± {error:.0f})")
     if best.bytes_ratio is not None:
         what = "of a round" if cost is not None and cost.bytes_ratio is not None else "of an update"
-        told.append(f"{number(best.bytes_ratio, 2)} times the bytes {what}")
+        ratio = number(best.bytes_ratio, 2)
+        told.append(f"about the same bytes {what}" if ratio == "1" else f"{ratio} times the bytes {what}")
     if cost is not None and cost.seconds_ratio is not None:
         told.append(_time(cost.seconds_ratio))
     if told:
