@@ -251,17 +251,14 @@ def test_the_report_and_the_summary_tell_it(tmp_path: Path) -> None:
     assert [name for name, value in told.items() if value] == defences[1:3]
     assert 0 < told["gaussian(0.1)"] < told["dp(clip=1, sigma=1)"]
     html = audit_page(found)
-    assert html.count("every attacker's mean squared error is at least") == 2
-    assert html.count("Proven: no formal guarantee") == 2
-    assert "no attacker can have a lower mean squared error than" in html
-    assert "no bound is known: no noise is added" in html
+    assert html.count("Every attacker's mean squared error is at least") == 2
     assert html.count(">MSE bound<") == 1 + len(defences)
 
 
 def test_noise_that_proves_nothing_is_not_given_a_number(tmp_path: Path) -> None:
     found, _ = execute(config(attacks=["ig(iterations=2)"], defences=["none", "gaussian(1e-6)"]), tmp_path / "run")
     html = audit_page(found)
-    assert "noise this small proves nothing" in html
+    assert "Noise this small proves nothing" in html
     assert "mean squared error is at least" not in html
 
 

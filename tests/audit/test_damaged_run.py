@@ -209,7 +209,7 @@ def test_without_its_settings_a_run_is_neither_read_nor_resumed(
 def test_trials_of_unknown_settings_are_not_taken_for_finished(folder: Path) -> None:
     (folder / "run.json").unlink()
     for fresh in (False, True):
-        with pytest.raises(GradveilError, match=r"run\.json: is missing, .* the 2 trials there were made"):
+        with pytest.raises(GradveilError, match=r"run\.json: is missing, .* of the 2 trials there"):
             execute(config(iterations=3), folder, fresh=fresh)
     assert len(list((folder / "trials").iterdir())) == 2
 

@@ -157,7 +157,7 @@ def test_another_architecture_is_told_tensor_by_tensor(tmp_path: Path) -> None:
 
 
 def test_data_that_are_not_here_need_records(tmp_path: Path) -> None:
-    with pytest.raises(GradveilError, match="classes are said by the data 'faces'"):
+    with pytest.raises(GradveilError, match="the data 'faces' have their own classes"):
         config(data={"name": "faces", "classes": 3})
     with pytest.raises(GradveilError, match=r"data\.name: 'unseen' are no data"):
         config(data=UNSEEN)

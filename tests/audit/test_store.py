@@ -40,6 +40,7 @@ def test_a_run_lies_on_disk_as_the_format_says(tmp_path: Path) -> None:
         assert images is not None
         assert {name: tuple(value.shape) for name, value in images.items()} == {
             "truth": (2, 1, 1, 16, 16),
+            "nearest": (2, 3, 1, 16, 16),
             "reconstruction": (2, 1, 1, 16, 16),
         }
         assert all(0 <= float(value.min()) <= float(value.max()) <= 1 for value in images.values())

@@ -248,7 +248,7 @@ def test_a_plan_trains_only_where_that_is_asked_for(tmp_path: Path):
 @pytest.mark.parametrize(
     ("plan", "told"),
     [
-        ({"partition": {"concentration": 0.5}}, "^train.partition.concentration: changes nothing"),
+        ({"partition": {"concentration": 0.5}}, "^train.partition.concentration: has no effect"),
         ({"batch": 21}, "^train.batch: is 21, and the client with the most has 20 examples"),
         ({"clients": 61}, "^train.clients: 60 examples cannot give 61 clients"),
     ],

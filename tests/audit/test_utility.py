@@ -90,7 +90,7 @@ def test_summary_table_and_verdict_tell_it(tmp_path: Path):
         [1 - record["distance"] ** 2 for record in records], rel=1e-4
     )
     html = audit_page(found)
-    assert html.count("First-order utility: ") == 3
+    assert html.count("<dt>first-order utility</dt>") == 3
     told = "of the update's energy (gamma_1; for whole numbers of entries at least 20%, of which Assumption 1 of "
     assert html.count(told + "Xue et al. 2024 says more than 0.0358%)") == 1
     assert html.count("of the update's energy (gamma_1)") == 1

@@ -77,8 +77,8 @@ def test_custom_models_have_a_budget_by_default(small: Path, monkeypatch: pytest
     words = ["--defense", "none", "--set", "model.name=net_of_cost:net"]
 
     def ran(*more: str) -> tuple[str | None, float | None]:
-        assert audit(*words, *more, "--fresh") == 0
-        run = load_run(small / "runs/small")
+        assert audit(*words, *more, "--fresh", "--out", str(small / "out")) == 0
+        run = load_run(small / "out")
         return run.info["config"]["budget"], run.trials[0].info["budget_share"]
 
     budget, share = ran("--attack", "ig")

@@ -49,7 +49,7 @@ def test_a_missing_ray_names_its_extra(
     monkeypatch.setitem(sys.modules, "ray", None)
     name = "small.toml" if command == "audit" else "digits"
     assert run([command, name, "--engine", "ray", "--workers", "1"]) == 2
-    assert "--engine ray: needs the package 'ray'" in capsys.readouterr().err
+    assert "--engine ray: the package 'ray' is not installed" in capsys.readouterr().err
     assert run([command, name, "--address", "auto"]) == 2
     err = capsys.readouterr().err
     assert "--address: is of a Ray cluster" in err

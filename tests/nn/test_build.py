@@ -41,7 +41,7 @@ BAD = [
     (
         "zzz",
         {},
-        r"unknown model 'zzz' -> All are listed by `gradveil list models`; or give your own as 'pkg.module:factory'",
+        r"unknown model 'zzz' -> All are listed by `gradveil list models`; .* hf:NAME.*; or give your own as",
     ),
     (
         "lenet-zhu",

@@ -223,7 +223,7 @@ def test_audits_and_trainings_are_not_summed_up_together(runs: tuple[Path, Path]
     audit = tmp_path / "audit"
     execute(config(), audit)
     assert command(["summary", str(runs[0]), str(audit)]) == 2
-    assert f"{audit}: is an audit, and others are trainings" in capsys.readouterr().err
+    assert f"{runs[0]}: does not fit the audit {audit}" in capsys.readouterr().err
     assert command(["summary", str(runs[0]), "--junit", "-"]) == 2
     assert f"{runs[0]}: is a training, and has no verdict" in capsys.readouterr().err
     assert command(["summary", str(audit), "--curves", "-"]) == 2
