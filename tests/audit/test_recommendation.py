@@ -11,6 +11,7 @@ from gradveil.audit.defence_costs import DefenceCost, Measured, costs
 from gradveil.audit.findings import findings
 from gradveil.audit.recommendation import Recommendation
 from gradveil.audit.result_rows import Row
+from gradveil.audit.run_directory import Trial
 from gradveil.federated.training_setup import TrainingTrial
 from tests.report.trials import HEALTHY, row
 
@@ -142,6 +143,49 @@ def test_a_training_that_learned_nothing_loses_no_accuracy() -> None:
 def test_a_run_without_a_defence_recommends_nothing() -> None:
     assert findings([bare().trial]).recommendation is None
     assert findings([]).recommendation is None
+
+
+def test_a_defence_whose_attack_was_cut_is_said_to_hold_within_the_budget() -> None:
+    near = {"health": HEALTHY | {"objective": 0.012, "objective_truth": 0.01}}
+    found = recommended(bare(), against(DP, budget_share=0.05, **near))
+    assert f"Use {DP}: within the budget, attackers recover and identify 0 of 32 images" in found.text
+    assert found.as_object()["within_budget"] is True
+
+
+def test_a_defence_with_a_failed_trial_is_not_recommended() -> None:
+    failed = Trial({**against(DP, seed=1).trial.info, "failed": "RuntimeError: out of memory"}, [])
+    trials = [bare().trial, bare(seed=1).trial, against(DP).trial, failed]
+    found = findings(trials).recommendation
+    assert found is not None
+    assert found.defence is None
+    assert f"an attack on {DP} failed" in found.text
+    others = findings([*trials, against(DGP).trial, against(DGP, seed=1).trial]).recommendation
+    assert others is not None
+    assert others.defence == DGP
+
+
+def test_nothing_is_recommended_before_all_trials_are_done() -> None:
+    found = findings([bare().trial, against(DP).trial], undone=2).recommendation
+    assert found is not None
+    assert found.defence is None
+    assert "No defence can be recommended yet. Next: give the same command again: 2 trials are not done." in found.text
+
+
+def test_a_defence_with_which_a_training_learned_nothing_is_not_recommended() -> None:
+    found = recommended(bare(), against(DP), costs=trained(none=0.92, dp=0.5))
+    assert found.defence is None
+    assert f"train longer with {DP}, or weaken it: its training learned nothing" in found.text
+    found = recommended(bare(), against(DP), against(DGP), costs=trained(none=0.92, dp=0.5, dgp=0.7))
+    assert found.defence == DGP
+
+
+def test_accuracies_are_of_the_seeds_that_both_trainings_have() -> None:
+    found = recommended(bare(), against(DP), costs=trained(none=[0.9, 0.7], dp=[0.8]))
+    assert "It costs 10 points of accuracy (90% → 80%" in found.text
+
+
+def test_a_loss_of_no_accuracy_has_no_sign() -> None:
+    assert "It costs 0 points of accuracy" in recommended(bare(), against(DP), costs=trained(none=0.9, dp=0.9)).text
 
 
 def test_errors_of_accuracies_count_test_images_and_seeds() -> None:

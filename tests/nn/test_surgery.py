@@ -1,6 +1,7 @@
 """Surgeries: the same function where they promise it, the given model untouched, and nothing hidden left."""
 
 from copy import deepcopy
+from math import prod
 
 import pytest
 import torch
@@ -114,12 +115,58 @@ def test_explicit_norms_can_be_batched(kind: type[nn.Module], generator: torch.G
     assert_batched_equals_looped(filled(layers), (2, 4, 4), generator)
 
 
+@pytest.mark.parametrize(
+    ("drop", "shape"),
+    [
+        (nn.Dropout1d, (64, 5)),
+        (nn.Dropout1d, (64, 5, 7)),
+        (nn.Dropout2d, (64, 5)),
+        (nn.Dropout2d, (64, 5, 7)),
+        (nn.Dropout2d, (64, 5, 3, 3)),
+        (nn.Dropout3d, (64, 5, 3, 3)),
+        (nn.Dropout3d, (64, 5, 3, 3, 3)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:dropout2d")
+def test_explicit_dropout_draws_as_many_values_as_torch(drop: type[nn.Module], shape: tuple[int, ...]) -> None:
+    old, x = drop(0.5).train(), torch.ones(shape)
+    (new,) = replace_dropout(nn.Sequential(old))
+    kept = old(x).flatten(1) > 0
+    drawn = new.noise(x)["mask"].shape
+    shared = bool((kept == kept[:, :1]).all())
+    assert shared == (prod(drawn[1:]) == 1), "whole examples are dropped"
+
+
 def test_explicit_dropout_takes_the_place(x: Tensor) -> None:
     model = replace_dropout(network(norm=nn.Identity(), act=nn.ReLU()))
     assert noise_names(model) == {"drop.mask"}
     assert model_noise(model, x)["drop.mask"].shape == (3, 4, 1, 1)
     assert set(model_noise(model, x).sample(Key(0))["drop.mask"].unique().tolist()) <= {0.0, 1.0}
     assert isinstance(replace_dropout(network().eval(), active_only=True).drop, nn.Dropout2d)
+
+
+class Remembering(nn.Module):
+    """Keeps a running mean in a buffer, which it overwrites."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        z = y - self.mean
+        self.mean.mul_(0.9).add_(0.1 * y.detach().mean(0))
+        return z
+
+
+def test_a_buffer_that_a_model_overwrites_is_not_frozen_in_silence() -> None:
+    """Its second local step would have another gradient."""
+    batch = Batch(torch.rand(4, 6), torch.tensor([0, 1, 2, 0]))
+    _, done = prepare(Remembering(), batch=batch)
+    assert done == []
 
 
 def test_activations_and_inplace(x: Tensor) -> None:

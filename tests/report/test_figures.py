@@ -108,13 +108,20 @@ def test_noise_per_layer_is_what_the_defence_adds(audit: Path) -> None:
 
 def test_pareto_joins_an_audit_with_a_training(audit: Path, runs: tuple[Path, Path], tmp_path: Path) -> None:
     wrong = problems(audit, runs[0], kind="pareto")
-    assert "trains lenet-zhu on digits" in wrong[str(runs[0])]
+    assert "data.name is 'digits', and 'faces' in the audit" in wrong[str(runs[0])]
     settings = {"data": {"name": "digits", "size": 16}, "defences": ["none", DP], "attacks": ["ig(iterations=2)"]}
     execute(config(**settings), tmp_path / "audit")
     shown = texts(draw_figure([tmp_path / "audit", runs[0]], "pareto"))
     assert "Test accuracy (%)" in shown
     assert "hollow: may leak more" in shown
     assert "Bytes sent per round" in texts(draw_figure([tmp_path / "audit", runs[0]], "pareto", against="bytes"))
+
+
+def test_pareto_rejects_a_training_on_data_of_another_size(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    settings = {"data": {"name": "digits", "size": 20}, "defences": ["none", DP], "attacks": ["ig(iterations=2)"]}
+    execute(config(**settings), tmp_path / "audit")
+    wrong = problems(tmp_path / "audit", runs[0], kind="pareto")
+    assert "data.size is 16, and 20 in the audit" in wrong[str(runs[0])]
 
 
 def test_pareto_of_an_audit_with_training_takes_the_worst_round(tmp_path: Path) -> None:

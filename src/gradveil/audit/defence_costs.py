@@ -54,6 +54,8 @@ class DefenceCost:
     """The same in a few words."""
     rounds: int
     seeds: int
+    learned: bool
+    """Whether its accuracy is above that of one class for all."""
     spans: Mapping[str, tuple[float, float, float]]
     """Mean over the seeds, lowest and highest: of `accuracy`, `bytes` per round of all clients, and a client's
     `seconds`."""
@@ -150,6 +152,8 @@ def _apart(one: StoredTraining, other: StoredTraining) -> Iterator[Problem]:
 
 
 def _cost(group: TrainingGroup, bare: TrainingGroup | None) -> DefenceCost | None:
+    if bare is not None and (seeds := {own["seed"] for own, _ in group.pairs}):
+        group, bare = group.of_seeds(seeds), bare.of_seeds(seeds)  # means over other seeds do not compare
     if group.diverged or not (accuracy := _accuracy(group)):
         return None
     # A training that learned nothing cannot lose accuracy.
@@ -165,6 +169,7 @@ def _cost(group: TrainingGroup, bare: TrainingGroup | None) -> DefenceCost | Non
         proven=group.proof,
         rounds=max(int(summary["rounds"]) for summary in group.completed),
         seeds=len(group.completed),
+        learned=group.is_above_chance,
         spans={name: _span(values) for name, key in _SPANS.items() if (values := group.values(key))},
     )
 

@@ -70,6 +70,8 @@ class Findings:
     """What each defence costs in a training, by its canonical text; empty where nothing was trained."""
     command: str = ""
     """The command that made the run."""
+    undone: int = 0
+    """Trials of the run that are not done."""
 
     @cached_property
     def finished(self) -> list[Row]:
@@ -111,7 +113,8 @@ class Findings:
         """The defence to use and what it costs, or what to try next; None without a defence, or without a result."""
         if not self.finished:
             return None
-        return recommend(self.verdicts, [gap.missing for gap in self.gaps], self.costs, self.command)
+        gaps, failed = [gap.missing for gap in self.gaps], {row.defence for row in self.broken if not row.is_control}
+        return recommend(self.verdicts, gaps, self.costs, self.command, failed, self.undone)
 
     def cost(self, defence: str) -> DefenceCost | None:
         """Look up what a defence costs in a training; None where it was not measured."""
@@ -169,14 +172,22 @@ class Findings:
         return f"Control: {listing(dict.fromkeys(told))} without a defence." if told else ""
 
 
-def findings(trials: Sequence[Trial], costs: Costs = MappingProxyType({}), command: str = "") -> Findings:
+def findings(
+    trials: Sequence[Trial], costs: Costs = MappingProxyType({}), command: str = "", undone: int = 0
+) -> Findings:
     """Collect the findings of these trials, and of trainings with the same defences."""
-    return Findings(tuple(Row(place, trial) for place, trial in enumerate(trials)), costs, command)
+    return Findings(tuple(Row(place, trial) for place, trial in enumerate(trials)), costs, command, undone)
 
 
 def findings_of(run: Run, costs: Costs | None = None) -> Findings:
     """Collect the findings of a run on disk with those of its own trainings, unless `costs` tells of others."""
-    return findings(run.trials, costs_of(run) if costs is None else costs, str(run.info.get("command", "")))
+    own = costs_of(run) if costs is None else costs
+    return findings(run.trials, own, str(run.info.get("command", "")), undone(run))
+
+
+def undone(run: Run) -> int:
+    """Count the planned trials of a run that are not there."""
+    return len({*run.info.get("trials", ())} - {trial.info.get("trial") for trial in run.trials})
 
 
 def hits(row: Row, flag: str) -> int | None:

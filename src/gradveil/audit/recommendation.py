@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -59,6 +59,8 @@ class _Candidate:
     """The verdict with the highest rate; None where no trial has a score."""
     cost: DefenceCost | None
     undefended: bool = False
+    limited: bool = False
+    """Whether it is not broken within a budget only, which stopped an attack."""
 
     @property
     def bytes_ratio(self) -> float | None:
@@ -66,6 +68,11 @@ class _Candidate:
         if self.cost is not None and self.cost.bytes_ratio is not None:
             return self.cost.bytes_ratio
         return self.worst.price.share if self.worst else None
+
+    @property
+    def is_useless(self) -> bool:
+        """Whether a training with it learned nothing, and one without a defence did."""
+        return self.cost is not None and self.cost.plain is not None and not self.cost.learned
 
     @property
     def lost(self) -> float | None:
@@ -94,11 +101,14 @@ def recommend(
     gaps: Sequence[MissingVerdict],
     costs: Costs = MappingProxyType({}),
     command: str = "",
+    failed: Collection[str] = (),
+    undone: int = 0,
 ) -> Recommendation | None:
     """Recommend a defence of a run, or what to try next; None for a run without a defence.
 
-    Only a defence that an adaptive attack did not break, in every setting of the run, is recommended. `gaps` are the
-    defences without a score; `command` made the run.
+    Only a defence that an adaptive attack did not break, in every setting of a run that is done, is recommended, and
+    none with which a training learned nothing. `gaps` are the defences without a score; `command` made the run;
+    `failed` are the defences with a trial that failed, and `undone` counts the trials that are not done.
     """
     every = _candidates(judged, gaps, costs)
     defended = [each for each in every if not each.undefended]
@@ -106,9 +116,22 @@ def recommend(
         return None
     bare = next((each for each in every if each.undefended), None)
     sound = sorted((each for each in defended if each.level == "not broken"), key=lambda each: each.order)
-    if sound:
-        return _use(sound[0], sound[1:], defended, command)
-    return _none(defended, bare)
+    whole = [each for each in sound if each.name not in failed]
+    useful = [each for each in whole if not each.is_useless]
+    if useful and not undone:
+        return _use(useful[0], useful[1:], defended, command)
+    steps: list[str] = []
+    if sound and undone:
+        steps.append(f"give the same command again: {plural(undone, 'trial')} {_is_are(undone)} not done")
+    if left := [each.name for each in sound if each.name in failed]:
+        steps.append(f"give the same command again: an attack on {listing(left)} failed")
+    if useless := [each.name for each in whole if each.is_useless]:
+        steps.append(f"train longer with {listing(useless)}, or weaken it: its training learned nothing")
+    return _none(defended, bare, steps)
+
+
+def _is_are(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 def _candidates(judged: Sequence[Verdict], gaps: Sequence[MissingVerdict], costs: Costs) -> list[_Candidate]:
@@ -118,9 +141,9 @@ def _candidates(judged: Sequence[Verdict], gaps: Sequence[MissingVerdict], costs
         mine = [verdict for verdict in judged if verdict.defence == name]
         missing = [gap for gap in gaps if gap.defence == name]
         levels: list[Level] = [each.level for each in (*mine, *missing)]
-        bare = any(each.undefended for each in (*mine, *missing))
+        bare, limited = any(each.undefended for each in (*mine, *missing)), any(each.limited for each in mine)
         worst = max(mine, key=lambda verdict: (verdict.rate, verdict.interval[1]), default=None)
-        found.append(_Candidate(name, min(levels, key=_WORST.index), worst, costs.get(canonical(name)), bare))
+        found.append(_Candidate(name, min(levels, key=_WORST.index), worst, costs.get(canonical(name)), bare, limited))
     return found
 
 
@@ -133,12 +156,14 @@ def _use(
     worst = best.worst
     assert worst is not None  # "not broken" is the level of scored trials alone
     count = f"{worst.identifiable} of {plural(worst.images, 'image')} (95% CI {interval(*worst.interval)})"
-    sentences = [f"Use {best.name}: attackers recover and identify {count}.", *_costs(best, command)]
+    within = "within the budget, " if best.limited else ""
+    sentences = [f"Use {best.name}: {within}attackers recover and identify {count}.", *_costs(best, command)]
     sentences.append(_compared(best, others, defended))
     facts = {
         "recovered": worst.identifiable,
         "images": worst.images,
         "ci": list(worst.interval),
+        "within_budget": best.limited,
         "bytes_ratio": best.bytes_ratio,
         **(best.cost.as_object() if best.cost else {}),
     }
@@ -149,10 +174,10 @@ def _costs(best: _Candidate, command: str) -> Iterator[str]:
     """Say what a defence costs in accuracy, bytes and time, as far as it was measured."""
     cost, told = best.cost, list[str]()
     if cost is not None and cost.lost is not None and cost.plain is not None:
-        points, error = 100 * cost.lost.value, 100 * cost.lost.error
+        points, error = round(100 * cost.lost.value), 100 * cost.lost.error
         change = f"{percent(cost.plain.value)} → {percent(cost.accuracy.value)}"
-        word = "points" if abs(round(points)) != 1 else "point"
-        told.append(f"{points:.0f} {word} of accuracy ({change}, ± {error:.0f})")
+        word = "points" if abs(points) != 1 else "point"
+        told.append(f"{points} {word} of accuracy ({change}, ± {error:.0f})")
     if best.bytes_ratio is not None:
         what = "of a round" if cost is not None and cost.bytes_ratio is not None else "of an update"
         ratio = number(best.bytes_ratio, 2)
@@ -208,8 +233,8 @@ def _dominates(one: _Candidate, other: _Candidate) -> bool:
     return all(a <= b for a, b in zip(one.point, other.point, strict=True)) and one.point != other.point
 
 
-def _none(defended: Sequence[_Candidate], bare: _Candidate | None) -> Recommendation:
-    steps: list[str] = []
+def _none(defended: Sequence[_Candidate], bare: _Candidate | None, first_steps: Sequence[str]) -> Recommendation:
+    steps = list(first_steps)
     open_levels = [each for each in defended if each.level in ("inconclusive", "not tested")]
     if untested := [each.name for each in open_levels if each.level == "not tested"]:
         steps.append(f"attack {listing(untested)} with what knows it: --attack adaptive")
@@ -221,8 +246,9 @@ def _none(defended: Sequence[_Candidate], bare: _Candidate | None) -> Recommenda
     elif bare is None and not steps:
         steps.append("add --defence none, which shows that the attacks work")
     first = "No tested defence protects this model." if leaking else "No defence can be recommended yet."
-    if leaking and open_levels:
-        verdicts = listing(f"{each.name} ({LEVELS[each.level][0].lower()})" for each in open_levels)
+    if leaking and len(leaking) < len(defended):
+        rest = [each for each in defended if each not in leaking]
+        verdicts = listing(f"{each.name} ({LEVELS[each.level][0].lower()})" for each in rest)
         first = f"No tested defence is shown to protect this model; open: {verdicts}."
     return Recommendation(None, (first, f"Next: {'; '.join(steps)}."), {"next": steps})
 

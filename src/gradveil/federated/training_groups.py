@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
@@ -84,9 +84,21 @@ class TrainingGroup:
     @property
     def differences(self) -> list[float]:
         """The accuracy minus that without a defence, per seed: with the same images, weights, clients and rounds."""
-        pairs = ((each, self.undefended.get(each["seed"])) for each in self.completed if self.name != "none")
-        values = [(own["accuracy"], bare["accuracy"]) for own, bare in pairs if bare and _is_comparable(own, bare)]
-        return [own - bare for own, bare in values if own is not None and bare is not None]
+        return [own["accuracy"] - bare["accuracy"] for own, bare in self.pairs if self.name != "none"]
+
+    @property
+    def pairs(self) -> list[tuple[TrainingSummary, TrainingSummary]]:
+        """The trainings whose accuracy compares with that without a defence of the same seed, with that one."""
+        every = ((own, self.undefended.get(own["seed"])) for own in self.completed)
+        return [
+            (own, bare)
+            for own, bare in every
+            if bare and _is_comparable(own, bare) and own["accuracy"] is not None and bare["accuracy"] is not None
+        ]
+
+    def of_seeds(self, seeds: Collection[int]) -> TrainingGroup:
+        """Keep the trials of some seeds."""
+        return replace(self, trials=[pair for pair in self.trials if pair[0].seed in seeds])
 
     def total(self, key: str) -> float | None:
         """Return the sum of a number over the rounds, averaged over the seeds."""

@@ -23,13 +23,20 @@ class Dropout(Stochastic):
 
     Attackers may optimise the mask in the box [0, 1]; the neutral mask 1 - p leaves x unchanged. `channelwise` draws
     one entry per example and channel, like `nn.Dropout2d`; `examplewise` one per example, like stochastic depth. A
-    module that runs several times in a forward pass has as many masks, [B, calls, ...].
+    module that runs several times in a forward pass has as many masks, [B, calls, ...]. Inputs of `single` dimensions
+    have no batch to torch, which takes their examples for channels: it drops whole ones.
     """
 
     mask: Tensor
 
     def __init__(
-        self, p: float = 0.25, *, channelwise: bool = False, examplewise: bool = False, calls: int = 1
+        self,
+        p: float = 0.25,
+        *,
+        channelwise: bool = False,
+        examplewise: bool = False,
+        calls: int = 1,
+        single: int | None = None,
     ) -> None:
         """Drop with probability p, 0 <= p < 1, `calls` times in a forward pass."""
         super().__init__()
@@ -39,12 +46,13 @@ class Dropout(Stochastic):
         self.channelwise = channelwise
         self.examplewise = examplewise
         self.calls = calls
+        self.single = single
         self._last: tuple[int, weakref.ref[Tensor] | None] = (0, None)
         self.declare("mask")
 
     def noise(self, x: Tensor) -> Mapping[str, Noise]:
         """Describe the mask."""
-        own = 1 if self.examplewise else 2 if self.channelwise else x.dim()
+        own = 1 if self.examplewise or x.dim() == self.single else 2 if self.channelwise else x.dim()
         shape = (*x.shape[:own], *[1] * (x.dim() - own))
         shape = shape if self.calls == 1 else (shape[0], self.calls, *shape[1:])
         keep = 1 - self.p

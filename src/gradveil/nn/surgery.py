@@ -43,6 +43,8 @@ _SMALL = 1e-3
 """Smallest share of the whole gradient's norm with which differences are compared: less may be pure rounding."""
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 """Dropout layers of torch with an explicit counterpart."""
+_SINGLE: dict[type[nn.Module], int] = {nn.Dropout1d: 2, nn.Dropout3d: 4}
+"""Dimensions of an input without a batch, to torch's channelwise dropout; `nn.Dropout2d` knows none."""
 _EXAMPLES = 4
 
 
@@ -215,7 +217,7 @@ def replace_dropout(model: nn.Module, *, active_only: bool = False) -> nn.Module
             return None
         if not 0 < old.p < 1 or (active_only and not old.training):
             return None
-        return Dropout(old.p, channelwise=not isinstance(old, nn.Dropout))
+        return Dropout(old.p, channelwise=not isinstance(old, nn.Dropout), single=_SINGLE.get(type(old)))
 
     return _replace(model, new)
 

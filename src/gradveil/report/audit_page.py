@@ -8,7 +8,7 @@ from typing import Any
 from gradveil.audit.attack_check import STATES, descent, examine
 from gradveil.audit.attack_selection import ATTACKERS
 from gradveil.audit.defence_costs import Costs, costs_of
-from gradveil.audit.findings import Findings, findings, headline, hits
+from gradveil.audit.findings import Findings, findings, headline, hits, undone
 from gradveil.audit.result_rows import BASELINES, Row
 from gradveil.audit.run_directory import Run
 from gradveil.audit.threat_model import scope, threat_model, untried
@@ -71,7 +71,7 @@ def context(run: Run, costs: Costs | None = None) -> dict[str, Any]:
     finished = [trial for trial in run.trials if trial.failed is None]
     empty = [trial for trial in run.trials if trial.failed is not None]
     costs = costs_of(run) if costs is None else costs
-    result = findings([*finished, *empty], costs, str(run.info.get("command", "")))
+    result = findings([*finished, *empty], costs, str(run.info.get("command", "")), undone(run))
     every = result.finished
     rows = [row for row in every if row.trial.unscored is None]
     unscored = [row for row in every if row.trial.unscored is not None]

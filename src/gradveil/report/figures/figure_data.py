@@ -9,6 +9,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from gradveil.audit.attack_selection import canonical
+from gradveil.audit.defence_costs import costs as joined_costs
+from gradveil.audit.defence_costs import mismatches
 from gradveil.audit.findings import Findings
 from gradveil.audit.result_rows import Row
 from gradveil.audit.run_directory import RUN, Run, load_run
@@ -172,6 +175,13 @@ def target_numbers(panel: AuditPanel) -> list[int]:
     return [*panel.choices.targets] or every[: max(1, _PICTURES // batch)]
 
 
+def trainings_of(panel: AuditPanel, runs: Runs) -> list[StoredTraining]:
+    """Find the trainings on the data and with the model of a panel."""
+    trials = {id(row.trial) for row in panel.rows}
+    owners = [run for run in runs.audits if any(id(trial) in trials for trial in run.trials)]
+    return [each for each in runs.trainings if not any(any(mismatches(run, each)) for run in owners)]
+
+
 def spots_of(panel: AuditPanel, trainings: Sequence[StoredTraining]) -> list[Spot]:
     """Return leak and costs of each defence: at its worst round of training, or with the costs of a training."""
     spots: dict[str, Spot]
@@ -180,11 +190,12 @@ def spots_of(panel: AuditPanel, trainings: Sequence[StoredTraining]) -> list[Spo
         spots = {spot.verdict.defence: spot for chart in made for spot in chart.worst.spots}
         spots = {n: replace(s, costs={**_update_costs(s.verdict), **s.costs}) for n, s in spots.items()}
     else:
-        costs = _training_costs(trainings)
+        costs = joined_costs([trial for training in trainings for trial in training.trials])
         failed = {row.defence for row in panel.empty if row.trial.broken}
         spots = {
-            name: Spot(verdict, {**_update_costs(verdict), **costs.get(_squeezed(name), {})}, name in failed)
+            name: Spot(verdict, {**_update_costs(verdict), **(cost.spans if cost else {})}, name in failed)
             for name, verdict in panel.verdicts.items()
+            for cost in [costs.get(canonical(name))]
         }
     return [spots[name] for name in panel.choices.sort(spots)]
 
@@ -195,18 +206,3 @@ def _update_costs(verdict: Verdict) -> dict[str, Span]:
     keys = {"bytes": "bytes_sent", "distance": "distance", "utility": "first_order_utility"}
     values = {key: [row.info[name] for row in rows if row.info.get(name) is not None] for key, name in keys.items()}
     return {key: (fmean(each), min(each), max(each)) for key, each in values.items() if each}
-
-
-def _training_costs(trainings: Sequence[StoredTraining]) -> dict[str, dict[str, Span]]:
-    """Return accuracy, bytes per round and client seconds of each defence over the seeds of these trainings."""
-    result: dict[str, dict[str, Span]] = {}
-    for table in training_tables(trainings):
-        for group in table.groups:
-            keys = {"accuracy": "accuracy", "bytes": "bytes_up", "seconds": "client_seconds"}
-            values = {key: group.values(name) for key, name in keys.items()}
-            result[_squeezed(group.name)] = {k: (fmean(v), min(v), max(v)) for k, v in values.items() if v}
-    return result
-
-
-def _squeezed(text: str) -> str:
-    return text.replace(" ", "")

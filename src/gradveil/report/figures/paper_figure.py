@@ -24,6 +24,7 @@ from gradveil.report.figures.figure_data import (
     joined_stages,
     open_for_figure,
     training_panels,
+    trainings_of,
 )
 from gradveil.report.figures.figure_kinds import FONTS, FORMATS, KINDS, WIDTHS, FigureKind
 from gradveil.report.figures.figure_style import (
@@ -177,7 +178,7 @@ def _not_there(kind: str, runs: Runs, choices: FigureChoices) -> Iterator[Proble
         return
     checks: Mapping[str, Any] = {
         "grid": lambda: grid_problems(panels, choices),
-        "pareto": lambda: pareto_problems(joined_stages(panels), runs.trainings, choices.against),
+        "pareto": lambda: pareto_problems(joined_stages(panels), runs, choices.against),
         "curve": lambda: curve_problems(panels),
         "layers": lambda: layer_problems(panels),
     }
@@ -277,8 +278,8 @@ def _series(panels: Sequence[AuditPanel], choices: FigureChoices) -> list[str]:
 
 def _pareto(runs: Runs, choices: FigureChoices, ax: Axes | None) -> Figure:
     panels = joined_stages(audit_panels(runs, choices))
-    metric, cost = choices.metric or "identifiable", choices.against or usual_cost(panels, runs.trainings)
-    points = [pareto_points(panel, runs.trainings, metric, cost) for panel in panels]
+    metric, cost = choices.metric or "identifiable", choices.against or usual_cost(panels, runs)
+    points = [pareto_points(panel, trainings_of(panel, runs), metric, cost) for panel in panels]
     kept = [(panel, each) for panel, each in zip(panels, points, strict=True) if each]
     series = _series(panels, choices)
     labels = [choices.label(name) for name in series] + ["hollow: may leak more"]

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
 
+from gradveil.audit.defence_costs import joined
 from gradveil.core.errors import Problem
 from gradveil.core.formatting import listing
 from gradveil.federated.training_run import StoredTraining
 from gradveil.metrics import wilson
-from gradveil.report.figures.figure_data import AuditPanel, FigureChoices, spots_of
+from gradveil.report.figures.figure_data import AuditPanel, FigureChoices, Runs, spots_of, trainings_of
 from gradveil.report.figures.figure_kinds import COSTS, MORE_IS_BETTER
 from gradveil.report.figures.figure_style import QUIET, colour, marker
 from gradveil.report.pareto import Span, Spot, front
+from gradveil.runs.run_folder import noting
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,27 +47,27 @@ def pareto_points(panel: AuditPanel, trainings: Sequence[StoredTraining], metric
     ]
 
 
-def pareto_problems(
-    panels: Sequence[AuditPanel], trainings: Sequence[StoredTraining], cost: str | None
-) -> Iterator[Problem]:
-    """Find a cost that no defence has, and a training of another model or data set than the audits'."""
-    known = {key for panel in panels for spot in spots_of(panel, trainings) for key in spot.costs}
+def pareto_problems(panels: Sequence[AuditPanel], runs: Runs, cost: str | None) -> Iterator[Problem]:
+    """Find a cost that no defence has, and trainings that fit no audit or do not compare."""
+    known = _known(panels, runs)
     if cost is not None and cost not in known:
         measured = listing(key for key in COSTS if key in known) or "no cost"
         fix = f"choose from: {measured}; or add a training of the same model and data to the command"
         yield Problem("against", f"these runs have no {cost}", fix)
-    attacked = {(row.info["model"], row.info["data"]) for panel in panels for row in panel.rows}
-    for training in trainings:
-        pair = training.config.model.name, training.config.data.name
-        if attacked and pair not in attacked:
-            problem = f"trains {pair[0]} on {pair[1]}, and the audits attack "
-            problem += listing(f"{model} on {data}" for model, data in sorted(attacked))
-            yield Problem(str(training.path), problem, "give a training of the same model and data")
+    if panels and runs.trainings:
+        problems: list[Problem] = []
+        with noting(problems):
+            joined(runs.audits, runs.trainings)
+        yield from problems
 
 
-def usual_cost(panels: Sequence[AuditPanel], trainings: Sequence[StoredTraining]) -> str:
+def _known(panels: Sequence[AuditPanel], runs: Runs) -> set[str]:
+    return {key for panel in panels for spot in spots_of(panel, trainings_of(panel, runs)) for key in spot.costs}
+
+
+def usual_cost(panels: Sequence[AuditPanel], runs: Runs) -> str:
     """Return the first cost that the defences have: accuracy where there is a training."""
-    known = {key for panel in panels for spot in spots_of(panel, trainings) for key in spot.costs}
+    known = _known(panels, runs)
     return next((key for key in COSTS if key in known), "bytes")
 
 
