@@ -21,6 +21,7 @@ from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.audit import budgets
 from gradveil.audit.api import Result, audit_model
 from gradveil.core.errors import GradveilError
+from gradveil.data import load
 from gradveil.defences import NONE, parse
 from gradveil.defences.dp import Clip
 from gradveil.nn.models import build
@@ -417,3 +418,23 @@ def test_temporary_results_vanish_with_the_result() -> None:
 
 def test_plot_passes_its_choices_and_the_run_on() -> None:
     assert audited().plot("curve", metric="ssim", size="double") == ("curve", {"metric": "ssim", "size": "double"})
+
+
+def linear_audit(inputs: Tensor) -> Result:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(inputs[0].numel(), 10))
+    return audited(
+        model=net, batch=(inputs, torch.arange(len(inputs))), attacks=["analytic"], defences=["none", "clip(1)"]
+    )
+
+
+def test_exact_copies_leak_without_public_images_even_if_each_class_has_one_image() -> None:
+    result = linear_audit(load("patches").private.views[:8])
+    assert {verdict.defence: verdict.level for verdict in result.verdicts} == {"none": "broken", "clip(1)": "broken"}
+    assert repr(result.verdicts[0]).endswith("'broken', 8 of 8 identifiable)")
+    assert result.recommendation is not None
+    assert result.recommendation.defence is None
+
+
+def test_exact_copies_of_images_that_are_alike_prove_nothing_without_public_images() -> None:
+    inputs = (load("patches").private.views[:1] + 0.01 * torch.rand(8, 1, 1, 1)).clamp(0, 1)
+    assert not {"broken", "leaks"} & {verdict.level for verdict in linear_audit(inputs).verdicts}

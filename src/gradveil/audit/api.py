@@ -45,6 +45,7 @@ from gradveil.audit.experiment import Experiment
 from gradveil.audit.findings import Findings, findings, print_outcome
 from gradveil.audit.grants import told
 from gradveil.audit.preflight import others, unobstructed
+from gradveil.audit.recommendation import Recommendation
 from gradveil.audit.run_directory import Store, Trial, load_run
 from gradveil.audit.run_file import resolve, unmet, with_defaults
 from gradveil.audit.run_warnings import closed_forms, widened
@@ -99,6 +100,11 @@ class Result:
     def verdict(self) -> str:
         """The verdict on the whole run in a sentence."""
         return self.findings.sentence
+
+    @property
+    def recommendation(self) -> Recommendation | None:
+        """The defence to use with its cost, or what to try next; None for a run without a defence."""
+        return self.findings.recommendation
 
     def summary(self) -> list[dict[str, Any]]:
         """Return one flat object per trial."""

@@ -93,6 +93,11 @@ class Guessing:
         chances = found.exactly if exact else found.chances
         return chances[min(guesses, len(chances)) - 1]
 
+    def at_most(self, label: int, guesses: int = 1, *, exact: bool = False) -> Chance:
+        """Return the larger chance of an image: by guesses of its class, if any can be tested, or of any class."""
+        classes = [label, None] if self._testable(label) else [None]
+        return max((self.chance(one, guesses, exact=exact) for one in classes), key=lambda chance: chance.share)
+
     def of_batch(self, labels: Sequence[int], *, exact: bool = False) -> list[Chance]:
         """Return the chance of each image of a batch, given the labels of the batch.
 

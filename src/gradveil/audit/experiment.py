@@ -133,6 +133,13 @@ class Experiment:
         return Guessing(self.public, self.config.threshold, min(targets, images))
 
     @cached_property
+    def private_guessing(self) -> Guessing | None:
+        """What guesses with the other private images reach, for audits without auxiliary data; None for one image."""
+        if len(self.private) < 2 or self.config.threshold >= self.space.exactly:
+            return None
+        return Guessing(self.private, self.config.threshold, len(set(self.private.targets.tolist())))
+
+    @cached_property
     def guessing_trained(self) -> dict[tuple[int, str], Guessing]:
         """The same for what a batch defence makes of images, by client and defence; `audit.trained` fills it."""
         return {}

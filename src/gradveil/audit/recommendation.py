@@ -254,11 +254,13 @@ def _none(defended: Sequence[_Candidate], bare: _Candidate | None, first_steps: 
 
 
 def _more(vague: Sequence[_Candidate]) -> str:
-    """Name what an undecided attack needs more of: clients, or iterations."""
+    """Name what an undecided attack needs more of: clients, iterations, or a budget."""
     judged = [each.worst for each in vague if each.worst is not None]
     few = any(verdict.best.distinct < ENOUGH for verdict in judged)
     short = any(verdict.health.state == "under-optimised" for verdict in judged)
-    words = [f"--target-clients {ENOUGH}"] * few + ["more --iterations"] * (short or not few)
+    cut = any(row.budget_share is not None for verdict in judged for row in verdict.judged)
+    longer = "--budget none (all iterations)" if cut else "more --iterations"
+    words = [f"--target-clients {ENOUGH}"] * few + [longer] * (cut or short or not few)
     return " and ".join(words)
 
 

@@ -174,15 +174,18 @@ def expected_of(
     `public` and `gallery` are the numbers of images behind the two chances: public images that the best guess was
     compared with, private images of the class that it could be taken for (not there where some of these are copies of
     each other, or the guesses of a batch do better elsewhere). `exact` is the chance to be recovered almost exactly.
-    Without auxiliary data there is no chance of recovery, without a second private image none of identification.
+    Without auxiliary data there is no chance of recovery, without a second private image none of identification; the
+    chance to be recovered almost exactly is then that of the other private images: no guess without auxiliary data
+    knows more of the images than these do.
     """
     targets = experiment.private.targets
     gallery = Gallery(experiment.private.views, targets) if len(targets) > 1 else None
-    return [_exact_average(guessing, gallery, labels) for labels in targets[places].tolist()]
+    others = experiment.private_guessing if guessing is None else None
+    return [_exact_average(guessing, others, gallery, labels) for labels in targets[places].tolist()]
 
 
 def _exact_average(
-    guessing: Guessing | None, gallery: Gallery | None, labels: Sequence[int]
+    guessing: Guessing | None, others: Guessing | None, gallery: Gallery | None, labels: Sequence[int]
 ) -> list[dict[str, float | int]]:
     """Compute the chances of the images of one batch."""
     found: list[dict[str, float | int]] = [{} for _ in labels]
@@ -197,6 +200,8 @@ def _exact_average(
         # The image nearest to a guess is one of its gallery, and one at most of those that the guess passes for.
         nearest = name.share * (1 - (1 - chance.share) ** name.gallery) if name else 1.0
         record |= {"recovered": chance.share, "public": chance.images, "identifiable": min(chance.share, nearest)}
+    if others is not None:
+        exactly = [others.at_most(label, len(labels), exact=True) for label in labels]
     for record, chance in zip(found, exactly, strict=False):
         record |= {"exact": chance.share, "public_exact": chance.images}
     return found

@@ -117,7 +117,7 @@ class Union:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verdict:
     """The finding on one defence in one setting."""
 
@@ -151,6 +151,10 @@ class Verdict:
     union: Union | None
     price: Price
     """What the defence costs, on the quoted seed: with the honest model, if a trial attacked that."""
+
+    def __repr__(self) -> str:
+        """Name the defence, its level and its counts in a line."""
+        return f"Verdict({self.defence!r}, {self.level!r}, {self.identifiable} of {self.images} identifiable)"
 
     @property
     def images(self) -> int:

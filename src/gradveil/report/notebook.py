@@ -27,7 +27,9 @@ def result_html(result: Result) -> str:
     found = result.findings
     remarks = "".join(f"<div>{escape(line)}</div>" for line in remarks_on(found, result.config, result.warnings))
     pictures = _pictures([*_strips(found)])
-    return f"<div><p><b>{escape(found.sentence)}</b></p>{_verdicts(found)}{pictures}<small>{remarks}</small></div>"
+    advice = f"<p>{escape(found.recommendation.text)}</p>" if found.recommendation else ""
+    head = f"<p><b>{escape(found.sentence)}</b></p>{advice}"
+    return f"<div>{head}{_verdicts(found)}{pictures}<small>{remarks}</small></div>"
 
 
 def inverted_html(found: Inverted) -> str:
