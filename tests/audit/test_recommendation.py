@@ -165,6 +165,7 @@ def test_a_defence_with_a_failed_trial_is_not_recommended() -> None:
 
 
 def test_nothing_is_recommended_before_all_trials_are_done() -> None:
+    assert findings([bare().trial, against(DP).trial], undone=2).sentence.endswith("Incomplete: 2 not done.")
     found = findings([bare().trial, against(DP).trial], undone=2).recommendation
     assert found is not None
     assert found.defence is None

@@ -197,12 +197,22 @@ def hits(row: Row, flag: str) -> int | None:
 
 
 def sentence_of(found: Sequence[Findings]) -> str:
-    """Put the verdict on these runs into a sentence."""
+    """Put the verdict on these runs into a sentence, and what is missing for a whole one."""
+    failed, undone = sum(len(each.broken) for each in found), sum(each.undone for each in found)
+    missing = [*([f"{plural(failed, 'trial')} failed"] if failed else []), *([f"{undone} not done"] if undone else [])]
+    any_result = any(each.finished for each in found)
+    return f"{_sentence(found)} Incomplete: {listing(missing)}." if missing and any_result else _sentence(found)
+
+
+def _sentence(found: Sequence[Findings]) -> str:
     every = [entry for each in found for entry in each.entries]
     judged = (each for each in every if not each.undefended)
     defended: list[tuple[str, Level, bool]] = [(each.defence, each.level, _limited(each)) for each in judged]
     if defended:
-        return _counted(defended, several=len({each.setting for each in every}) > 1 or len(found) > 1)
+        text = _counted(defended, several=len({each.setting for each in every}) > 1 or len(found) > 1)
+        bare = {each.level for each in every if each.undefended}
+        open_ended = all(level in ("inconclusive", "not tested") for _, level, _ in defended)
+        return f"{text} Without a defence: broken." if open_ended and bare == {"broken"} else text
     if every:
         levels = listing(dict.fromkeys(LEVELS[each.level][0].lower() for each in every))
         return f"No defence was tested. Without a defence: {levels}."
