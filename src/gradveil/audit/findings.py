@@ -486,6 +486,9 @@ def remarks_on(found: Findings, config: Mapping[str, Any], warnings: Sequence[st
     changed = list(dict.fromkeys(change for row in found.rows for change in row.info.get("prepared", ())))
     if changed:
         yield f"Changed in the model: {'; '.join(changed)}."
+    assumed = dict.fromkeys(note for row in rows if row.trial.unscored for note in row.info.get("notes", ()))
+    if assumed:
+        yield f"Assumed of the recorded updates: {'; '.join(assumed)}."
     yield from stopped(rows, config)
     yield from guaranteed(found)
     judged = [row for row in rows if not row.is_control]

@@ -46,15 +46,21 @@ _NAMED = 3
 
 
 def grouped(problems: Iterable[Problem]) -> list[Problem]:
-    """Put many problems that differ in nothing but their place into one, which names the first places.
+    """Put many problems of modules that differ in nothing but their place into one, which names the first places.
 
-    >>> [str(each) for each in grouped(Problem(f"layer{i}", "changes in every pass", "replace it") for i in range(5))]
-    ['layer0, layer1, layer2 and 2 more: changes in every pass -> replace it']
+    Other places, such as settings, are all named: each may need its own fix.
+
+    >>> [str(each) for each in grouped(Problem(f"module 'a{i}'", "changes in every pass", "fix it") for i in range(5))]
+    ["module 'a0', module 'a1', module 'a2' and 2 more: changes in every pass -> fix it"]
     """
     groups: dict[tuple[str, str, str], list[Problem]] = {}
     for problem in problems:
         groups.setdefault((problem.what, problem.remedy, problem.severity), []).append(problem)
-    return [each for group in groups.values() for each in (group if len(group) <= _NAMED else [_as_one(group)])]
+    return [each for group in groups.values() for each in ([_as_one(group)] if _is_long(group) else group)]
+
+
+def _is_long(group: Sequence[Problem]) -> bool:
+    return len(group) > _NAMED and all(problem.where.startswith("module ") for problem in group)
 
 
 def _as_one(group: Sequence[Problem]) -> Problem:
