@@ -217,8 +217,9 @@ def invert(
     the result says so. The update is of one example unless `labels`, `truth` or `examples` say of how many; an input
     has the `shape` (channels, height, width), that of the truth or of `model.input_shape`. Inputs are (pixel - mean) /
     std with pixels in [0, 1], or lie in `bounds` ([0, 1] if nothing is said). `defence` is what the update's client has
-    (attacks that simulate it are told), `public` examples for attacks that learn from such. `truth`, inputs or (inputs,
-    labels), is only compared with the answer. `prepare=True` attacks a copy of the model, as for `gradveil.audit`.
+    (attacks that simulate it learn of it), `public` examples for attacks that train on them. `truth`, inputs or
+    (inputs, labels), is only compared with the answer. `prepare=True` attacks a copy of the model, as `audit`
+    does.
 
     The result has `images` (pixels), `labels`, the attacker's `objective`, `status`, and with a truth `metrics`.
     """

@@ -245,7 +245,7 @@ def test_upper_bounds_stand_last_and_are_named() -> None:
     out.print(result_table(rows))
     assert [line.split()[1:3] for line in text(out).splitlines()[1:]] == [["cdia", "adaptive"], ["wiig", "informed"]]
     said = legend(rows)
-    assert "Attacker, informed: was told the client's secrets" in said
+    assert "Attacker, informed: knows client secrets" in said
     assert "upper bounds" in said
     assert "upper bounds" not in legend(rows[1:])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from gradveil.audit.defence_costs import DefenceCost, Measured, costs
 from gradveil.audit.findings import findings
-from gradveil.audit.recommendation import Recommendation
+from gradveil.audit.recommendation import Recommendation, _Candidate, _dominates
 from gradveil.audit.result_rows import Row
 from gradveil.audit.run_directory import Trial
 from gradveil.federated.training_setup import TrainingTrial
@@ -201,3 +202,13 @@ def test_accuracies_lost_are_of_the_same_seeds() -> None:
     lost = trained(none=[0.9, 0.8], dp=[0.8, 0.8])[DP].lost
     assert lost is not None
     assert lost.value == pytest.approx(0.05)
+
+
+def test_a_cost_that_one_defence_did_not_measure_makes_it_no_better() -> None:
+    known = trained(none=0.92, dp=0.84, dgp=0.84)
+    (dp,), (dgp,) = (findings([against(name).trial]).verdicts for name in (DP, DGP))
+    one, other = (_Candidate(v.defence, "not broken", v, known[v.defence]) for v in (dgp, dp))
+    assert _dominates(one, other)
+    assert not _dominates(other, one)
+    unmeasured = dataclasses.replace(one, cost=dataclasses.replace(known[DGP], seconds_ratio=None))
+    assert not _dominates(unmeasured, other)

@@ -51,7 +51,7 @@ ATTACKERS: dict[str, tuple[str, str]] = {
         "that looks at what it is sent can refuse it",
     ),
     "informed": (
-        "was told the client's secrets",
+        "knows client secrets",
         "was handed random values or statistics of the batch that only the client knows: an upper bound, not a verdict",
     ),
 }

@@ -80,11 +80,10 @@ class _Candidate:
         return self.cost.lost.value if self.cost and self.cost.lost else None
 
     @property
-    def point(self) -> tuple[float, float, float, float]:
-        """Recovery, accuracy lost, bytes and time, all to be small; what is unknown is 0 for all, see `_comparable`."""
+    def point(self) -> tuple[float | None, ...]:
+        """Recovery, accuracy lost, bytes and time, all to be small; None for what is unknown."""
         rate = self.worst.rate if self.worst else math.inf
-        seconds = self.cost.seconds_ratio if self.cost else None
-        return rate, self.lost or 0.0, self.bytes_ratio or 0.0, seconds or 0.0
+        return rate, self.lost, self.bytes_ratio, self.cost.seconds_ratio if self.cost else None
 
     @property
     def order(self) -> tuple[float, ...]:
@@ -227,10 +226,12 @@ def _compared(best: _Candidate, others: Sequence[_Candidate], defended: Sequence
 
 
 def _dominates(one: _Candidate, other: _Candidate) -> bool:
-    """Return whether a defence is nowhere worse than another, and better somewhere, as far as both were measured."""
-    if (one.lost is None) != (other.lost is None):
+    """Return whether a defence is nowhere worse than another, and better somewhere; not if only one was measured."""
+    pairs = [*zip(one.point, other.point, strict=True)]
+    if any((a is None) != (b is None) for a, b in pairs):
         return False
-    return all(a <= b for a, b in zip(one.point, other.point, strict=True)) and one.point != other.point
+    known = [(a, b) for a, b in pairs if a is not None and b is not None]
+    return all(a <= b for a, b in known) and any(a < b for a, b in known)
 
 
 def _none(defended: Sequence[_Candidate], bare: _Candidate | None, first_steps: Sequence[str]) -> Recommendation:

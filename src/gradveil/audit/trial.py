@@ -341,7 +341,7 @@ def spenders(experiment: Experiment, client: int, defence: str) -> int:
 
 
 def _on_budget(config: RunConfig, text: str, attack: Attack) -> bool:
-    """Say whether an attack spends the run's budget: under `auto` those that set no length of their own."""
+    """Return whether an attack draws on the run's budget: under `auto`, those without iterations of their own."""
     return spends(attack) and (config.budget != AUTO or open_ended(text, config.iterations))
 
 

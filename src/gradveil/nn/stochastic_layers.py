@@ -64,7 +64,7 @@ class Dropout(Stochastic):
         return x if mask is None else x * self._next(mask) / (1 - self.p)
 
     def _next(self, mask: Tensor) -> Tensor:
-        """Return the part of the mask for this call: the first after a mask is supplied anew."""
+        """Return the part of the mask for this call: the first again after a new mask is supplied."""
         if self.calls == 1:
             return mask
         turn, last = self._last
