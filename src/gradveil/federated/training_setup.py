@@ -180,6 +180,7 @@ class TrainingSetting:
             0.0 if trial.central else config.absent,
             config.patience,
             pace=tuple((entry.after, entry.times) for entry in config.pace),
+            evaluation_noise=config.evaluation_noise,
             together=config.together,
         )
 
