@@ -159,7 +159,6 @@ def show_table(
 @paper.command(name="record")
 def record_runs(
     key: KeyArgument,
-    to: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the papers' records.")],
     runs: RunsOption = _RUNS,
     scale: ScaleOption = "paper",
     records: RecordsOption = None,
