@@ -22,6 +22,7 @@ class Stream(StrEnum):
     EVALUATION = "evaluation"
     SELECTED = "selected-clients"
     ABSENT = "absent-clients"
+    SPEAKERS = "speaking-clients"
     EXAMPLES = "examples"
     # Audits
     ATTACK = "attack"
