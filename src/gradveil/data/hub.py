@@ -320,9 +320,18 @@ def pick(rows: SourceSplit, indices: NDArray[Any]) -> SourceSplit:
 
     return rows._replace(
         labels=of_chosen(rows.labels),
-        decode=lambda wanted: rows.decode([chosen[index] for index in wanted]),
+        decode=lambda wanted: _in_any_order(rows, [chosen[index] for index in wanted]),
         column=lambda name: of_chosen(rows.column(name)),
     )
+
+
+def _in_any_order(rows: SourceSplit, places: Sequence[int]) -> Images:
+    """Decode the images at these indices, which need not ascend."""
+    ascending = sorted(places)
+    if ascending == list(places):
+        return rows.decode(places)
+    decoded = dict(zip(ascending, rows.decode(ascending), strict=True))
+    return (decoded[place] for place in places)
 
 
 def number(public: SourceSplit, private: SourceSplit) -> tuple[tuple[str, ...], list[int], list[int]]:
