@@ -174,3 +174,12 @@ def test_law_catches_the_layer_norm_of_torch(generator: torch.Generator) -> None
     assert_batched_equals_looped(network(LayerNorm(6)), (3, 2, 2), generator)
     with pytest.raises(AssertionError, match="not close"):
         assert_batched_equals_looped(network(nn.LayerNorm(6)), (3, 2, 2), generator)
+
+
+@pytest.mark.parametrize(("options", "std"), [({}, 1.0), ({"position_std": 0.02}, 0.02)])
+def test_tokens_and_positions_of_the_transformer_start_from_a_normal_law(options: dict[str, float], std: float) -> None:
+    model = build("vit", channels=3, size=32, classes=10, generator=torch.Generator().manual_seed(0), **options)
+    tokens = model.get_submodule("body.tokens")
+    drawn = torch.cat([value.detach().flatten() for value in (tokens.token, tokens.position)])
+    assert float(drawn.std()) == pytest.approx(std, rel=0.02)
+    assert float(drawn.mean()) == pytest.approx(0, abs=0.02 * std)
