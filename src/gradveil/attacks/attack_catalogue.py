@@ -73,7 +73,7 @@ KNOWN_BY_WORD: dict[str, tuple[str, dict[str, How], str]] = {
     ),
 }
 """Settings that choose the treatment of a kind of tensor: an example of its names, the treatment of each word, help."""
-_OF_NOISE = (
+OF_NOISE = (
     Argument(
         "noise_std",
         Range(0),
@@ -81,6 +81,7 @@ _OF_NOISE = (
     ),
     Argument("noise_weight", Range(0), help="Weight of that prior, which also pulls the mean of the noise to zero."),
 )
+"""Settings of the prior of optimised additive noise."""
 _IN_ORDER = (
     *("iterations", "restarts", "lr", "sign", "tv", "l2", "objective", "ignore", "labels", "simulated_client", "start"),
     *(
@@ -103,7 +104,7 @@ _IN_ORDER = (
 _DECLARED = {
     **{setting.name: setting for part in (Inversion, Descent, Adam) for setting in settings_of(part)},
     **{name: Argument(name, Choice(tuple(words)), help=help) for name, (_, words, help) in KNOWN_BY_WORD.items()},
-    **{argument.name: argument for argument in _OF_NOISE},
+    **{argument.name: argument for argument in OF_NOISE},
 }
 SETTINGS = tuple(or_none(_DECLARED[name]) for name in _IN_ORDER)
 """The settings of inversions; none keeps the preset's value."""
@@ -155,7 +156,7 @@ class InversionEntry(AttackEntry):
             rest = {p: others.pop(p) for p in ("*",) if p in others}
             given["knowledge"] = {**others, **ways, **rest}
             given["subtract"] = additive == "subtracted"
-        if held := {argument.name: given.pop(argument.name) for argument in _OF_NOISE if argument.name in given}:
+        if held := {argument.name: given.pop(argument.name) for argument in OF_NOISE if argument.name in given}:
             given["knowledge"] = self._held(given.get("knowledge", attack.knowledge), held)
         if given.pop("rounding", None) == "interval":
             # First in order, and last to set the value: a preset may have the same pattern.
@@ -243,6 +244,16 @@ class GenerativeEntry(InversionEntry):
                 yield Problem(f"{self.name}.{setting}", problem, "leave it out")
         if "tuning" in given and not getattr(images, "tuned", 0.0):
             yield Problem(f"{self.name}.tuning", "is the step size of the second part, and there is none", "set tuned")
+
+
+def noise_prior(attack: Inversion, setting: str) -> float | None:
+    """Return `noise_std` or `noise_weight` of a preset; None if it does not optimise additive noise.
+
+    >>> noise_prior(Inversion("mine"), "noise_std"), noise_prior(dpia(), "noise_std")
+    (None, 1.0)
+    """
+    known = next((how for pattern, how in attack.knowledge.items() if fnmatchcase("send.noise", pattern)), None)
+    return getattr(known, setting.removeprefix("noise_")) if isinstance(known, Optimise) else None
 
 
 def known_as(attack: Inversion, setting: str) -> str | None:

@@ -12,7 +12,15 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from gradveil.attacks.attack_catalogue import ALL_ATTACKS, ATTACKS, KNOWN_BY_WORD, AttackEntry, known_as
+from gradveil.attacks.attack_catalogue import (
+    ALL_ATTACKS,
+    ATTACKS,
+    KNOWN_BY_WORD,
+    OF_NOISE,
+    AttackEntry,
+    known_as,
+    noise_prior,
+)
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.audit.attack_selection import POSITIONS
 from gradveil.audit.gate import Accepted
@@ -97,6 +105,8 @@ def _own(entry: AttackEntry) -> Iterator[Argument]:
             yield replace(argument, default=values[0])
         elif argument.name in KNOWN_BY_WORD and isinstance(attack, Inversion):
             yield replace(argument, default=known_as(attack, argument.name))
+        elif argument.name in {each.name for each in OF_NOISE} and isinstance(attack, Inversion):
+            yield replace(argument, default=noise_prior(attack, argument.name))
 
 
 def _defences() -> list[Row]:
