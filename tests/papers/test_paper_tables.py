@@ -165,6 +165,14 @@ def test_records_of_a_larger_scale_are_not_replaced_by_those_of_a_smaller_one(tm
     assert sum(read(tmp_path)[0].values("recovered")) == 9
 
 
+@pytest.mark.parametrize(("old", "new"), [("recovered=0.9000", "recovered=0.8000"), (",10,", ",9,")])
+def test_records_whose_result_does_not_follow_from_the_images_are_refused(tmp_path: Path, old: str, new: str) -> None:
+    *_, index = write([measured()], tmp_path)
+    index.write_text(index.read_text("utf-8").replace(old, new), "utf-8")
+    with pytest.raises(GradveilError, match="digits: none, ig"):
+        read(tmp_path)
+
+
 def test_records_of_processes_that_write_at_the_same_time_are_all_kept(tmp_path: Path) -> None:
     defences = [f"prune(0.{digit})" for digit in range(1, 9)]
     with ThreadPoolExecutor(8) as pool:
