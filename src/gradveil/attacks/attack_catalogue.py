@@ -16,6 +16,7 @@ from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.inversion.optimisers import Adam
 from gradveil.attacks.inversion_presets import (
     BORDERS,
+    HELD,
     INTERVALS,
     WHITENED,
     cdia,
@@ -44,7 +45,7 @@ from gradveil.attacks.many_rounds import averaging, glaus
 from gradveil.attacks.undo_batch_defence import undoing
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.plugins import Catalogue, Plugin
-from gradveil.core.settings import Argument, Choice, NamedEntry, or_none, settings_of
+from gradveil.core.settings import Argument, Choice, NamedEntry, Range, or_none, settings_of
 from gradveil.core.text_form import read
 from gradveil.core.user_code import imported, own_entry
 
@@ -56,7 +57,7 @@ KNOWN_BY_WORD: dict[str, tuple[str, dict[str, How], str]] = {
     ),
     "additive": (
         "send.noise",
-        {"neutral": Neutral(), "optimised": Optimise(weight=1e-6), "told": Known(), "subtracted": Known()},
+        {"neutral": Neutral(), "optimised": HELD, "told": Known(), "subtracted": Known()},
         "Knowledge of additive noise: its mean, the best fit, or its value, added to the simulated update or "
         "subtracted from the observed one.",
     ),
@@ -72,6 +73,14 @@ KNOWN_BY_WORD: dict[str, tuple[str, dict[str, How], str]] = {
     ),
 }
 """Settings that choose the treatment of a kind of tensor: an example of its names, the treatment of each word, help."""
+_OF_NOISE = (
+    Argument(
+        "noise_std",
+        Range(0),
+        help="Standard deviation that optimised additive noise is pulled to per parameter, in units of its own.",
+    ),
+    Argument("noise_weight", Range(0), help="Weight of that prior, which also pulls the mean of the noise to zero."),
+)
 _IN_ORDER = (
     *("iterations", "restarts", "lr", "sign", "tv", "l2", "objective", "ignore", "labels", "simulated_client", "start"),
     *(
@@ -81,6 +90,8 @@ _IN_ORDER = (
         "report",
         "order",
         "additive",
+        "noise_std",
+        "noise_weight",
         "rounding",
         "whiten",
         "pruned",
@@ -92,6 +103,7 @@ _IN_ORDER = (
 _DECLARED = {
     **{setting.name: setting for part in (Inversion, Descent, Adam) for setting in settings_of(part)},
     **{name: Argument(name, Choice(tuple(words)), help=help) for name, (_, words, help) in KNOWN_BY_WORD.items()},
+    **{argument.name: argument for argument in _OF_NOISE},
 }
 SETTINGS = tuple(or_none(_DECLARED[name]) for name in _IN_ORDER)
 """The settings of inversions; none keeps the preset's value."""
@@ -143,6 +155,8 @@ class InversionEntry(AttackEntry):
             rest = {p: others.pop(p) for p in ("*",) if p in others}
             given["knowledge"] = {**others, **ways, **rest}
             given["subtract"] = additive == "subtracted"
+        if held := {argument.name: given.pop(argument.name) for argument in _OF_NOISE if argument.name in given}:
+            given["knowledge"] = self._held(given.get("knowledge", attack.knowledge), held)
         if given.pop("rounding", None) == "interval":
             # First in order, and last to set the value: a preset may have the same pattern.
             given["knowledge"] = {**INTERVALS, **given.get("knowledge", attack.knowledge), **INTERVALS}
@@ -165,6 +179,20 @@ class InversionEntry(AttackEntry):
         stepping = {n: given.pop(n) for n in _OF_STEPPER if n in given}
         descent = replace(descent, stepper=replace(descent.stepper, **stepping))
         return replace(attack, name=name, descent=descent, **given)
+
+    def _held(self, knowledge: Mapping[str, How], held: Mapping[str, float]) -> dict[str, How]:
+        """Set the prior of optimised additive noise."""
+        changes = {name.removeprefix("noise_"): value for name, value in held.items()}
+        ways = {
+            pattern: replace(how, **changes)
+            for pattern, how in knowledge.items()
+            if pattern in ("step.*", "send.*") and isinstance(how, Optimise)
+        }
+        if not ways:
+            problem = "is about additive noise that the attack optimises, and this one does not"
+            remedy = "add additive=optimised, or choose dpia"
+            refuse([Problem(f"{self.name}.{name}", problem, remedy) for name in held])
+        return {**knowledge, **ways}
 
     def _without_effect(self, given: Mapping[str, Any]) -> Iterator[Problem]:
         """Yield settings without effect, since this attacker ignores the defence."""

@@ -36,6 +36,8 @@ WHITENED: dict[str, How] = {"*.probe": Sample(every_iteration=False), "*.normal.
 """With `whiten` the attacker estimates the noise of each entry from other probes, and takes its value as zero."""
 INTERVALS: dict[str, How] = {"*.sent.*": Infer()}
 """A rounded entry is known up to an interval, and only distances from the interval count."""
+HELD = Optimise(weight=1.0, std=1.0)
+"""Optimised additive noise, pulled to mean zero and to its own standard deviation, parameter by parameter."""
 _DROPPED: dict[str, How] = {"model.*.mask": Optimise(weight=1e-4)}
 
 
@@ -134,8 +136,13 @@ def vbia() -> Inversion:
 
 
 def dpia() -> Inversion:
-    """DPIA: additive noise is optimised together with the inputs and held to its law by its negative log density."""
-    return _targeted("dpia", {**OWN_DRAWS, "step.*": Optimise(weight=1e-6), "send.*": Optimise(weight=1e-6)})
+    """DPIA: additive noise is optimised with the inputs, its mean pulled to 0 and its standard deviation to a target.
+
+    The paper prints neither the form nor the weight of this prior, and as its target sigma^2 tau^2, the variance of the
+    noise. The default target is the standard deviation sigma tau; `noise_std` sets it in units of that, so that the
+    printed one is `noise_std` = sigma tau: 0.02 for `dp(clip=20, sigma=1e-3)`. `noise_weight` sets the weight.
+    """
+    return _targeted("dpia", {**OWN_DRAWS, "step.*": HELD, "send.*": HELD})
 
 
 def pig() -> Inversion:

@@ -19,6 +19,7 @@ class Stream(StrEnum):
     TRAINING = "training"
     PARTITION = "partition"
     VALIDATION = "validation"
+    EVALUATION = "evaluation"
     SELECTED = "selected-clients"
     ABSENT = "absent-clients"
     SPEAKERS = "speaking-clients"

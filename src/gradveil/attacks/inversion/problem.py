@@ -294,7 +294,7 @@ class InversionProblem:
             value = value + attack.group * self.consensus(inputs, rows, iteration)
         for name, how in self.how.items():
             if isinstance(how, Optimise) and how.weight:
-                value = value + how.weight * self.noise[name].law.penalty(variables[name])
+                value = value + how.weight * how.prior(self.noise[name].law, variables[name])
         return value
 
     def _client_inputs(
