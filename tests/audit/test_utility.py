@@ -19,7 +19,7 @@ from tests.audit.runs import config, execute
 from tests.audit.test_trial import Recorder, experiment_with
 from tests.laws.cases import CLIENTS
 
-DEFENCES = ["none", "dgp", "dgp(feedback=true)", "prune(0.9)", "gaussian(0.1)", "clip(norm=0.5) + dgp"]
+DEFENCES = ["none", "dgp(feedback=false)", "dgp", "prune(0.9)", "gaussian(0.1)", "clip(norm=0.5) + dgp"]
 
 
 @pytest.mark.parametrize("defence", DEFENCES)
@@ -38,7 +38,7 @@ def test_facts_are_those_of_the_raw_gradient(defence: str):
         first = sum(float((g[name] * sent[name]).sum()) for name in g) / length
         assert float(found.tensors["first_order_utility"][v]) == pytest.approx(first, rel=1e-4)
         assert float(found.tensors["second_order_utility"][v]) == pytest.approx(-(first**2), rel=1e-4)
-        if defence in ("dgp", "dgp(feedback=true)", "prune(0.9)"):
+        if defence in ("dgp(feedback=false)", "dgp", "prune(0.9)"):
             told = left_out(found.tensors["distance"][v], found.facts["pruned"])
             assert told is not None
             assert told["gamma"] == pytest.approx(float(gamma(g, sent)), rel=1e-4) == pytest.approx(1 - first, rel=1e-4)
@@ -52,18 +52,18 @@ def test_facts_are_those_of_the_raw_gradient(defence: str):
 def test_it_is_told_where_a_client_prunes_and_does_nothing_else():
     client = CLIENTS["gradient"]
     printed, least = least_gamma(0.05, 0.75)
-    assert pruned(parse("dgp")(client), fresh=False) == {"least": least, "gamma_1_assumed": printed}
+    assert pruned(parse("dgp(feedback=false)")(client), fresh=False) == {"least": least, "gamma_1_assumed": printed}
     for text in ("prune(0.5)", "topk(0.2)", "dropout + prune(0.5)", "adgp(feedback=false)", "optimal-prune(0.5)"):
         assert pruned(parse(text)(client), fresh=False) == {}, text
-    assert pruned(parse("dgp(feedback=true)")(client), fresh=True) is not None
-    assert pruned(parse("dgp(feedback=true)")(client), fresh=False) is None
+    assert pruned(parse("dgp")(client), fresh=True) is not None
+    assert pruned(parse("dgp")(client), fresh=False) is None
     noisy = ("gaussian(1)", "dgp + gaussian(1)", "dp + dgp", "optimal-prune(0.5, std=0.1)")
     for text in ("none", "mixup + dgp", "dgc", *noisy):
         assert pruned(parse(text)(client), fresh=True) is None, text
 
 
 def test_later_rounds_with_feedback_tell_nothing():
-    experiment = experiment_with(Recorder(), defences=["dgp", "dgp(feedback=true)"], rounds=2)
+    experiment = experiment_with(Recorder(), defences=["dgp(feedback=false)", "dgp"], rounds=2)
     facts = [recover(experiment, address, range(2), lambda step: None).facts for address in trials(experiment.config)]
     assert [each["pruned"] is None for each in facts] == [False, True]
 

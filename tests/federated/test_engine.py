@@ -129,9 +129,7 @@ def test_train_measures_accuracy_on_test_examples():
     assert done.records[-1].loss == pytest.approx(F.cross_entropy(outputs, experiment.test.targets).item())
 
 
-@pytest.mark.parametrize(
-    "text", ["none", 'dp(clip=1, sigma=0.1) + dropout(0.25, where="2")', "dgp(feedback=true)", "adgp"]
-)
+@pytest.mark.parametrize("text", ["none", 'dp(clip=1, sigma=0.1) + dropout(0.25, where="2")', "dgp", "adgp"])
 def test_train_resumed_gives_the_same_bits(text):
     experiment = federation(text, participation=0.75, server=Server("yogi", lr=0.05))
     whole = train(experiment, 4)
@@ -256,7 +254,7 @@ def test_round_sends_the_last_change_to_absent_clients():
 
 def test_round_bytes_include_public_messages():
     """One client's mask goes up, a bit an entry; everybody is sent it."""
-    quiet, loud = (train(federation(text), 1).records[0] for text in ("dgp(feedback=true)", "adgp"))
+    quiet, loud = (train(federation(text), 1).records[0] for text in ("dgp", "adgp"))
     experiment = federation("adgp")
     bits = sum(-(-value.numel() // 8) for value in experiment.client.params().values())
     assert speakers(experiment.client) == 1
@@ -359,7 +357,7 @@ def spoilt(experiment: Federation, *clients: int) -> Federation:
 
 
 def test_round_leaves_out_updates_that_are_not_finite():
-    whole = federation("dgp(feedback=true)", together=False)
+    whole = federation("dgp", together=False)
     experiment = spoilt(whole, 1, 2)
     done = train(experiment, 2)
     assert done.status == "finished"

@@ -72,9 +72,10 @@ def observe(
     """Run the rounds, and return what the server sees of these target clients and the truth about them.
 
     In more than one round every target client of the run takes part, also those whose turn another share of the trial
-    is. Who speaks before a round is no target client: a client of its own, with the images that follow the target
-    clients', who sends too. Where the run follows a training, the rounds begin where it stands. A malicious server may
-    say which parameters it sends in the rounds after the first (`resent`).
+    is. The client that speaks before a round is no target client, and in every round the same: one with the images that
+    follow the target clients', which sends too. (A training draws the speaker of each round; a target client that
+    spoke would name the positions of its own largest entries.) Where the run follows a training, the rounds begin
+    where it stands. A malicious server may say which parameters it sends in the rounds after the first (`resent`).
     """
     rounds, first, count = (
         experiment.config.rounds,

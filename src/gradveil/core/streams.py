@@ -21,6 +21,7 @@ class Stream(StrEnum):
     VALIDATION = "validation"
     SELECTED = "selected-clients"
     ABSENT = "absent-clients"
+    SPEAKERS = "speaking-clients"
     EXAMPLES = "examples"
     # Audits
     ATTACK = "attack"

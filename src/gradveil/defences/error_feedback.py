@@ -81,6 +81,10 @@ class Feedback(Transform, HasMessages):
         """Count the users whom the inner transform asks."""
         return self.inner.speakers() if isinstance(self.inner, HasMessages) else 0
 
+    def takes_turns(self) -> bool:
+        """Return whether the inner transform lets clients speak in turn."""
+        return isinstance(self.inner, HasMessages) and self.inner.takes_turns()
+
     def proposal(self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context) -> Tensors:
         """Propose what the inner transform does of the update plus the residual."""
         if not isinstance(self.inner, HasMessages):

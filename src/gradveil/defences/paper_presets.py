@@ -25,9 +25,9 @@ class Paper:
 
 
 def _dual(removed: str, ratio: int) -> str:
-    """Write DGP with k1 + k2 = `removed` and k1 / k2 = 1 / `ratio`."""
+    """Write DGP (with error feedback) with k1 + k2 = `removed` and k1 / k2 = 1 / `ratio`."""
     top = Decimal(removed) / (1 + ratio)
-    return f"dgp(top={top}, bottom={Decimal(removed) - top}, feedback=true)"
+    return f"dgp(top={top}, bottom={Decimal(removed) - top})"
 
 
 def _bottleneck(kernel: int, beta: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from gradveil.client import Client, ClientTask, announced, drawn_update, proposer, scheduled, speakers
+from gradveil.client import Client, ClientTask, announced, drawn_update, proposer, scheduled, speakers, takes_turns
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
@@ -183,15 +183,19 @@ class Federation:
         return self._judged(after, record, standing)
 
     def announced(self, standing: Standing, answers: Sequence[int], number: int) -> tuple[Client, int]:
-        """Return the client of a round with its public messages, and the bytes that clients sent to make them.
-
-        The sending clients rotate among those that answer.
-        """
-        count = min(speakers(self.client), len(answers))
-        speaking = [answers[(number - 1 + i) % len(answers)] for i in range(count)]
+        """Return the client of a round with its public messages, and the bytes that clients sent to make them."""
+        speaking = self.speaking(answers, number)
         speaker = proposer(scheduled(self.client, number - 1))
         proposals = [self.local_update(standing, client, number, speaker)[0] for client in speaking]
         return announced(self.client, stack(proposals), standing.mean, number - 1), sum(map(_bits, proposals))
+
+    def speaking(self, answers: Sequence[int], number: int) -> list[int]:
+        """Choose the clients that speak before a round, of those that answer: at random, or in turn."""
+        count = min(speakers(self.client), len(answers))
+        if takes_turns(self.client):
+            return [answers[(number - 1 + i) % len(answers)] for i in range(count)]
+        draw = self.key.child(Stream.ROUND, number).child(Stream.SPEAKERS).generator()
+        return [answers[i] for i in torch.randperm(len(answers), generator=draw)[:count].tolist()]
 
     def _record_update(self, standing: Standing, client: int, number: int, update: Tensors, current: Client) -> None:
         if self.recorder is not None and self.recorder.wants(number, str(client)):
