@@ -51,10 +51,12 @@ def test_optimal_defences_have_the_papers_own_settings():
         model = build(config.model.name, **sizes, generator=Key(0).generator(), **config.model.options)
         assert sum(parameter.numel() for parameter in model.parameters()) == parameters
         assert any("LeakyReLU" in type(module).__name__ for module in model.modules())
-    assert read(str(folder / "mnist.toml")).images_needed == 4096
+    assert read(str(folder / "mnist.toml")).images_needed == 64
+    assert read(str(folder / "cifar10.toml")).images_needed == 8
     training = read_training(str(folder / "train-published.toml"))
     assert (training.clients, training.batch, training.data.public) == (4, 16, 4096)
     assert (training.server.optimiser, training.server.lr) == ("adam", 1e-3)
+    assert training.rounds * training.clients * training.batch == 3 * training.data.public
 
 
 def pace(config):
