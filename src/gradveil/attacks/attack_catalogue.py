@@ -98,7 +98,7 @@ _IN_ORDER = (
         "step_size",
         "rounds",
     ),
-    *("batchnorm", "group", "register", "langevin", "halving", "undo"),
+    *("batchnorm", "group", "register", "langevin", "halving", "median", "undo"),
 )
 _DECLARED = {
     **{setting.name: setting for part in (Inversion, Descent, Adam) for setting in settings_of(part)},
@@ -316,7 +316,9 @@ ATTACKS: dict[str, AttackEntry] = {
         AttackEntry("curious", Trap, "a malicious server's trap weights, inverted analytically", _CURIOUS),
         InversionEntry("fishing", fishing, "a malicious server's last layer for one class, then IG", _WEN, _FISHED),
         InversionEntry("averaging", averaging, "IG on the mean of many rounds of one model", _MEAN, _POOLED),
-        InversionEntry("glaus", glaus, "magnitudes from how often entries were sampled, then IG", _GLAUS, _SAMPLED),
+        InversionEntry(
+            "glaus", glaus, "magnitudes from how often entries were sampled, then IG or DLG", _GLAUS, _SAMPLED
+        ),
         AttackEntry("learned", Learned, "a network trained on public images and simulated updates", _WU),
     )
 }

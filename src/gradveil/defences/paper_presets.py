@@ -92,18 +92,34 @@ PAPERS: dict[str, Paper] = {
         "Hu et al. 2024, Gradients Stand-in for Defending Deep Leakage in Federated Learning",
         {
             "main": ("standin",),
+            # Adagrad and Yogi are in the authors' program only, not in the paper.
             "optimisers": ("standin", "standin(optimiser=adagrad)", "standin(optimiser=yogi)"),
             "published-code": ("standin(variant=published_code)",),
+            # The paper prints sqrt(v + eps) in Algorithm 1 and Eq. 5, sqrt(v) + eps in Eqs. 12 to 15.
+            "epsilon": ("standin(eps_in=root)", "standin(eps_in=sum)"),
         },
     ),
     "optimal-defenses": Paper(
         "Noise and pruning with the best trade-off of protection and cost",
         "Chen, Gürsoy, Lei 2024, Optimal Defenses Against Gradient Reconstruction Attacks",
         {
+            # Scales and clamp of the authors' program; its "DP-SGD" clamps the entries of the batch's mean gradient.
             "noise": tuple(
                 text.format(scale)
                 for scale in ("2e-3", "5e-3", "2e-2", "5e-2")
-                for text in ("dp(clip=1, sigma={}, on=mean)", "optimal-noise(std={}, clamp=1)")
+                for text in ("gaussian(std={}, clamp=1)", "optimal-noise(std={}, clamp=1)")
+            ),
+            "large-noise": tuple(
+                text.format(scale)
+                for scale in ("5e-2", "1e-1", "2e-1")
+                for text in ("gaussian(std={}, clamp=1)", "optimal-noise(std={}, clamp=1)")
+            ),
+            # Our addition: DP-SGD proper, which clips the norm of each example's gradient.
+            "norm-clipping": ("dp(clip=1, sigma=5e-3, on=mean)", "dp(clip=1, sigma=2e-2, on=mean)"),
+            "ratios": tuple(
+                text.format(ratio)
+                for ratio in ("0.5", "0.6", "0.7", "0.8", "0.9", "0.95")
+                for text in ("prune(ratio={}, scope=global)", "optimal-prune(ratio={})")
             ),
             "pruning-mnist": ("prune(ratio=0.9, scope=global)", "optimal-prune(ratio=0.8)"),
             "pruning-cifar": ("prune(ratio=0.9, scope=global)", "optimal-prune(ratio=0.7)"),

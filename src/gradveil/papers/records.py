@@ -116,11 +116,12 @@ def _audits(folder: Path, run: str, scale: str, defence: str) -> Iterator[Record
                 "image": index,
                 "status": record["status"],
                 "recovered": image["success"],
+                "label": label,
                 **{name: image[name] for name in _SCORES if image.get(name) is not None},
                 **{name: image.get(name) for name in trial.info.get("metrics", ())},
             }
             for record in trial.records
-            for index, image in enumerate(record["per_image"])
+            for index, (image, label) in enumerate(zip(record["per_image"], _right_labels(record), strict=True))
         ]
         iterations = max((record.get("iterations") or 0 for record in trial.records), default=0)
         seconds = trial.info.get("seconds")
@@ -129,13 +130,22 @@ def _audits(folder: Path, run: str, scale: str, defence: str) -> Iterator[Record
         )
 
 
+def _right_labels(record: Mapping[str, Any]) -> list[int]:
+    """Mark the images of a target whose label the attack recovered; reconstructions are in the images' order."""
+    return [int(own == predicted) for own, predicted in zip(record["label"], record["predicted"], strict=True)]
+
+
 def _trainings(folder: Path, run: str, scale: str, defence: str) -> Iterator[Record]:
     training = load_training(folder)
     summaries = [summary for _, summary in training.trials if summary is not None]
     if not summaries:
         return
     lines = [
-        {**{name: row[name] for name in ("seed", "status", "accuracy", "rounds")}, "curve": _curve(row["curve"])}
+        {
+            **{name: row[name] for name in ("seed", "status", "accuracy", "loss", "rounds")},
+            "best_accuracy": max(record["accuracy"] for record in row["curve"]),
+            "curve": _curve(row["curve"]),
+        }
         for row in summaries
         if row["accuracy"] is not None
     ]

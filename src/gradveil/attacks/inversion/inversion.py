@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gradveil.attacks.inversion.descent import CONVERGED, STATUSES, Solution, joined
 from gradveil.attacks.inversion.distances import statistics_wanted
@@ -181,7 +182,7 @@ def _reconstruction(
     if attack.batchnorm and not statistics_wanted(problem.knowledge, problem.simulated_client, first, problem.example):
         remarks = (Remark("its BatchNorm prior is left out: the model has no running statistics", (0,)),)
     return Reconstruction(
-        inputs=final,
+        inputs=_median(final) if attack.median else final,
         targets=targets,
         objective=solution.objective[rows],
         status=tuple(STATUSES[code] for code in solution.status[rows].tolist()),
@@ -195,6 +196,13 @@ def _reconstruction(
         remarks=remarks,
         match=torch.cat([problem.match(chunk, take(solution.variables, chunk)) for chunk in compared]),
     )
+
+
+def _median(images: Tensor) -> Tensor:
+    """Replace each pixel of images [V, B, C, H, W] by the median of its 3x3 neighbourhood; borders are mirrored."""
+    padded = pad(images.flatten(0, 1), (1, 1, 1, 1), mode="reflect")
+    windows = padded.unfold(-2, 3, 1).unfold(-2, 3, 1).flatten(-2)
+    return windows.median(-1).values.view_as(images)
 
 
 def _reporter(

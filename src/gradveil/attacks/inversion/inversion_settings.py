@@ -57,6 +57,7 @@ class InversionSettings(Checked):
     subtract: bool = False
     """Subtract known additive noise from the observed update, if its contribution does not depend on the images."""
     undo: Annotated[bool, "Search the images that the client trained on, then undo the batch defence."] = False
+    median: Annotated[bool, "Take the median of 3x3 pixels over the images that are found."] = False
     step_size: Annotated[
         float | None,
         Range(0, low_open=True, optional=True),
