@@ -10,6 +10,7 @@ from typing import Any
 
 from gradveil.attacks.closed_form.first_layer import Analytic
 from gradveil.attacks.closed_form.layer_by_layer import Recursive
+from gradveil.attacks.closed_form.unmix import Unmix
 from gradveil.attacks.inversion.descent import Descent
 from gradveil.attacks.inversion.image_sources import Images, Trained
 from gradveil.attacks.inversion.inversion import Inversion
@@ -267,6 +268,11 @@ _ANALYTIC = (
     "Lu, Zhang, Zhao, Tang, Tan 2022, APRIL: Finding the Achilles' Heel on Privacy for Vision Transformers (CVPR)"
 )
 _RGAP = "Zhu, Blaschko 2021, R-GAP: Recursive Gradient Attack on Privacy (ICLR)"
+_UNMIX = (
+    "Kariyappa et al. 2023, Cocktail Party Attack: Breaking Aggregation-Based Privacy in Federated Learning Using "
+    "Independent Component Analysis (ICML); Dimitrov, Baader, Müller, Vechev 2024, SPEAR: Exact Gradient Inversion of "
+    "Batches in Federated Learning (NeurIPS)"
+)
 _WU = "Wu, Chen, Guo, Weinberger 2023, Learning to Invert: Simple Adaptive Attacks for Gradient Inversion"
 _GRNN = (
     "Ren, Deng, Xie 2022, GRNN: Generative Regression Neural Network - A Data Leakage Attack for Federated Learning "
@@ -312,6 +318,7 @@ ATTACKS: dict[str, AttackEntry] = {
         GenerativeEntry("ggl", ggl, "the latent numbers of a trained generator, by CMA-ES", _GGL, EVOLVED),
         AttackEntry("analytic", Analytic, "the first layer's equations, solved", _ANALYTIC),
         AttackEntry("r-gap", Recursive, "each layer's equations, solved from the last to the first", _RGAP),
+        AttackEntry("unmix", Unmix, "a batch's images, separated in the first layer's gradient", _UNMIX),
         AttackEntry("rob", Imprint, "a malicious server's imprint block, inverted analytically", _ROB),
         AttackEntry("curious", Trap, "a malicious server's trap weights, inverted analytically", _CURIOUS),
         InversionEntry("fishing", fishing, "a malicious server's last layer for one class, then IG", _WEN, _FISHED),
