@@ -32,6 +32,7 @@ from gradveil.attacks.inversion_presets import (
     ig,
     ig_scheliga,
     pig,
+    portfolio,
     sapag,
     vbia,
     wiig,
@@ -73,7 +74,21 @@ KNOWN_BY_WORD: dict[str, tuple[str, dict[str, How], str]] = {
 }
 """Settings that choose the treatment of a kind of tensor: an example of its names, the treatment of each word, help."""
 _IN_ORDER = (
-    *("iterations", "restarts", "lr", "sign", "tv", "l2", "objective", "ignore", "labels", "simulated_client", "start"),
+    *(
+        "iterations",
+        "restarts",
+        "lr",
+        "sign",
+        "tv",
+        "tv_over",
+        "l2",
+        "features",
+        "objective",
+        "ignore",
+        "labels",
+        "simulated_client",
+        "start",
+    ),
     *(
         "tolerance",
         "patience",
@@ -158,6 +173,8 @@ class InversionEntry(AttackEntry):
             given["knowledge"] = {**given.get("knowledge", attack.knowledge), "public": Known()}
         if given.get("share") is not None:  # a gate is fitted to public images
             given["knowledge"] = {**attack.knowledge, "public": Known()}
+        if given.keys() & {"tv", "sign", "lr"}:  # what is set needs no trying
+            given["variants"] = ()
         descent = replace(attack.descent, **{n: given.pop(n) for n in _OF_DESCENT if n in given})
         if "sign" in given and not isinstance(descent.stepper, Adam):
             problem = f"is a setting of Adam, but this attack uses {type(descent.stepper).__name__}"
@@ -256,6 +273,7 @@ _WEN = (
     "Wen, Geiping, Fowl, Goldblum, Goldstein 2022, Fishing for User Data in Large-Batch Federated Learning via "
     "Gradient Magnification (ICML)"
 )
+_PORTFOLIO = "Gradveil; Geiping et al. 2020 (breaching) for the variation of colour differences"
 _MEAN = "the law of large numbers"
 _GLAUS = "Yang et al. 2023 (GLAUS)"
 _FISHED = (*(s for s in settings_of(Fishing) if s.name in ("target", "share")), *_only(*SEARCHED, "simulated_client"))
@@ -276,6 +294,7 @@ ATTACKS: dict[str, AttackEntry] = {
         InversionEntry("dpia", dpia, "IG that optimises the additive noise with the image", _COMBINING),
         InversionEntry("pig", pig, "IG that ignores the layers behind a bottleneck's noise", _COMBINING),
         InversionEntry("cdia", cdia, "IG that infers pruning masks and optimises other randomness", _COMBINING),
+        InversionEntry("portfolio", portfolio, "CDIA by plain Adam, tried on simulated clients first", _PORTFOLIO),
         InversionEntry("sapag", sapag, "Gaussian kernel distance per layer", "Wang et al., 2020"),
         InversionEntry("gi", gi, "l2 distance, BatchNorm prior, restarts that agree", _GRADINVERSION),
         InversionEntry("gi-strong", gi_strong, "GI with the batch's true BatchNorm statistics", _GRADINVERSION),
