@@ -82,7 +82,6 @@ _IN_ORDER = (
         "tv",
         "tv_over",
         "l2",
-        "features",
         "objective",
         "ignore",
         "labels",
