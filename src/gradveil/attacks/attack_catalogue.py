@@ -34,6 +34,7 @@ from gradveil.attacks.inversion_presets import (
     ig,
     ig_scheliga,
     pig,
+    portfolio,
     sapag,
     vbia,
     wiig,
@@ -83,7 +84,20 @@ _OF_NOISE = (
     Argument("noise_weight", Range(0), help="Weight of that prior, which also pulls the mean of the noise to zero."),
 )
 _IN_ORDER = (
-    *("iterations", "restarts", "lr", "sign", "tv", "l2", "objective", "ignore", "labels", "simulated_client", "start"),
+    *(
+        "iterations",
+        "restarts",
+        "lr",
+        "sign",
+        "tv",
+        "tv_over",
+        "l2",
+        "objective",
+        "ignore",
+        "labels",
+        "simulated_client",
+        "start",
+    ),
     *(
         "tolerance",
         "patience",
@@ -173,6 +187,8 @@ class InversionEntry(AttackEntry):
             given["knowledge"] = {**given.get("knowledge", attack.knowledge), "public": Known()}
         if given.get("share") is not None:  # a gate is fitted to public images
             given["knowledge"] = {**attack.knowledge, "public": Known()}
+        if given.keys() & {"tv", "sign", "lr"}:  # what is set needs no trying
+            given["variants"] = ()
         descent = replace(attack.descent, **{n: given.pop(n) for n in _OF_DESCENT if n in given})
         if "sign" in given and not isinstance(descent.stepper, Adam):
             problem = f"is a setting of Adam, but this attack uses {type(descent.stepper).__name__}"
@@ -290,6 +306,7 @@ _WEN = (
     "Wen, Geiping, Fowl, Goldblum, Goldstein 2022, Fishing for User Data in Large-Batch Federated Learning via "
     "Gradient Magnification (ICML)"
 )
+_PORTFOLIO = "Gradveil; Geiping et al. 2020 (breaching) for the variation of colour differences"
 _MEAN = "the law of large numbers"
 _GLAUS = "Yang et al. 2023 (GLAUS)"
 _FISHED = (*(s for s in settings_of(Fishing) if s.name in ("target", "share")), *_only(*SEARCHED, "simulated_client"))
@@ -310,6 +327,7 @@ ATTACKS: dict[str, AttackEntry] = {
         InversionEntry("dpia", dpia, "IG that optimises the additive noise with the image", _COMBINING),
         InversionEntry("pig", pig, "IG that ignores the layers behind a bottleneck's noise", _COMBINING),
         InversionEntry("cdia", cdia, "IG that infers pruning masks and optimises other randomness", _COMBINING),
+        InversionEntry("portfolio", portfolio, "CDIA by plain Adam, tried on simulated clients first", _PORTFOLIO),
         InversionEntry("sapag", sapag, "Gaussian kernel distance per layer", "Wang et al., 2020"),
         InversionEntry("gi", gi, "l2 distance, BatchNorm prior, restarts that agree", _GRADINVERSION),
         InversionEntry("gi-strong", gi_strong, "GI with the batch's true BatchNorm statistics", _GRADINVERSION),
