@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from difflib import get_close_matches
+from itertools import product
 
 from gradveil.core.errors import Problem, refuse
 
@@ -36,6 +37,11 @@ def _bottleneck(kernel: int, beta: str) -> tuple[str, str]:
     return f"{text})", f"{text}, kl=published_code)"
 
 
+def _combined(*choices: tuple[str, ...]) -> tuple[str, ...]:
+    """Write every combination of one choice each, but for none of all."""
+    return tuple(" + ".join(filter(None, parts)) for parts in product(*choices) if any(parts))
+
+
 PAPERS: dict[str, Paper] = {
     "deep-leakage": Paper(
         "Deep leakage from gradients",
@@ -46,15 +52,18 @@ PAPERS: dict[str, Paper] = {
         "Combining stochastic defences against inversion",
         "Scheliga, Mäder, Seeland 2024, Combining Stochastic Defenses to Resist Gradient Inversion: An Ablation Study",
         {
-            "ablation": (
-                "dropout(p=0.25)",
-                "dp(clip=20, sigma=1e-4)",
-                "prune(ratio=0.5)",
-                "precode",
-                "cvb",
-                "dp(clip=20, sigma=1e-4) + precode",
-                "dp(clip=20, sigma=1e-4) + cvb",
+            "ablation": _combined(
+                ("", "dropout(p=0.25)"),
+                ("", "dp(clip=20, sigma=1e-4)"),
+                ("", "prune(ratio=0.5)"),
+                ("", "precode", "cvb"),
             ),
+            "networks": (
+                "dropout(p=0.25)",
+                *_combined(("", "dp(clip=20, sigma=1e-4)"), ("", "precode", "cvb")),
+                *_combined(("dropout(p=0.25)",), ("dp(clip=20, sigma=1e-4)",), ("precode", "cvb")),
+            ),
+            "divergence": (*_combined(("", "dp(clip=20, sigma=1e-4)"), ("cvb", "cvb(kl=published_code)")),),
             "probe": (
                 "dp(clip=20, sigma=1e-3)",
                 *(f"prune(ratio={ratio})" for ratio in (0.9, 0.95, 0.99)),
