@@ -7,10 +7,22 @@ from skimage.metrics import mean_squared_error, peak_signal_noise_ratio, structu
 from torchmetrics.functional.image import structural_similarity_index_measure
 
 from gradveil.core.errors import GradveilError
-from gradveil.metrics import METRICS, mse, mse_adadefense, psnr, psnr_adadefense, ssim, ssim_rescaled, ssim_torchmetrics
+from gradveil.metrics import (
+    METRICS,
+    mse,
+    mse_adadefense,
+    psnr,
+    psnr_adadefense,
+    ssim,
+    ssim_rescaled,
+    ssim_rescaled_padded,
+    ssim_torchmetrics,
+)
+from gradveil.metrics.image_similarity import _stretch
 
 IMAGES = [name for name, entry in METRICS.items() if entry.of == "images" and name != "lpips"]
 WORST = {"mse": 1.0, "psnr": 0.0, "ssim": -1.0, "ssim_torchmetrics": -1.0, "ssim_rescaled": -1.0,
+         "ssim_rescaled_padded": -1.0,
          "mse_adadefense": 255.0, "psnr_adadefense": 10 * np.log10(255)}  # fmt: skip
 
 
@@ -75,6 +87,9 @@ def test_rescaled_ssim_forgives_brightness_and_contrast() -> None:
 
     torch.testing.assert_close(ssim_rescaled(candidate, truth), looped(reference, candidate, truth), atol=1e-9, rtol=0)
     torch.testing.assert_close(ssim_rescaled(0.2 + truth / 3, truth), torch.ones(2, 2, dtype=torch.float64))
+    torch.testing.assert_close(
+        ssim_rescaled_padded(candidate, truth), ssim_torchmetrics(_stretch(candidate), _stretch(truth))
+    )
     assert ssim(0.2 + truth / 3, truth).max() < 0.9
 
 

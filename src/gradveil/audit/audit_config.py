@@ -174,7 +174,8 @@ class RunConfig(Section):
     lpips: Literal["alex", "vgg"] | None = None
     """Network of the LPIPS score (needs the extra `perceptual`). None: no LPIPS."""
     metrics: list[Name] = Field(default=[])
-    """Further scores: `ssim_rescaled`, a metric of an installed package, or `pkg.module:name`."""
+    """Further scores: other readings of a score (`ssim_rescaled`, `mse_adadefense`), a metric of an installed
+    package, or `pkg.module:name`."""
     iterations: Count | None = None
     """Iterations of every attack that does not set its own. None: as in the attack's paper."""
     restarts: Count | None = None

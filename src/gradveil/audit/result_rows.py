@@ -18,9 +18,9 @@ from gradveil.metrics import wilson
 def summarise(trial: Trial) -> dict[str, Any]:
     """Sum one trial up in one flat object.
 
-    Rates count images; means are over images; `seconds` is the attack's working time, summed over processes; an
-    unfinished trial has None. `accuracy` is the model's after `trained` rounds of training, `final_accuracy` that at
-    the end, `client_seconds` what one update takes, `round_*` what a round costs. Of pruning
+    Rates count images; means and standard deviations are over images; `seconds` is the attack's working time, summed
+    over processes; an unfinished trial has None. `accuracy` is the model's after `trained` rounds of training,
+    `final_accuracy` that at the end, `client_seconds` what one update takes, `round_*` what a round costs. Of pruning
     alone, `gamma_1` is the share of the update's energy left out, `gamma_1_assumed` and `gamma_1_least` what dual
     pruning leaves out at least (the paper's and the sharper bound), `cosine_*` how far a perfect match is off. With
     error feedback in later rounds it is the share of P = g + e, and `residual_squared` that of the mean residual.
@@ -45,6 +45,7 @@ def summarise(trial: Trial) -> dict[str, Any]:
         "asr_low": low,
         "asr_high": high,
         "ssim_mean": _mean(images, "ssim"),
+        "ssim_std": _spread(images, "ssim"),
         "psnr_mean": _mean(images, "psnr"),
         "mse_mean": _mean(images, "mse"),
         **{f"{name}_mean": _mean(images, name) for name in info.get("metrics", ())},
@@ -90,6 +91,11 @@ def _promised(record: Mapping[str, Any]) -> bool:
 def _mean(rows: list[dict[str, Any]], key: str) -> float | None:
     values = [row[key] for row in rows if row.get(key) is not None]
     return fmean(values) if values else None
+
+
+def _spread(rows: list[dict[str, Any]], key: str) -> float | None:
+    values = [row[key] for row in rows if row.get(key) is not None]
+    return pstdev(values) if values else None
 
 
 class TrialSetting(NamedTuple):

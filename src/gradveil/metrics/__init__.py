@@ -23,6 +23,7 @@ from gradveil.metrics.image_similarity import (
     ssim,
     ssim_pairs,
     ssim_rescaled,
+    ssim_rescaled_padded,
     ssim_torchmetrics,
 )
 from gradveil.metrics.label_scores import label_accuracy, matched_label_accuracy
@@ -72,6 +73,9 @@ METRICS: dict[str, Metric] = {
     ),
     "ssim_rescaled": Metric(
         image_similarity.ssim_rescaled, "SSIM after each image is stretched to [0, 1]", True, "images", legacy=True
+    ),
+    "ssim_rescaled_padded": Metric(
+        image_similarity.ssim_rescaled_padded, "the same with padded borders", True, "images", legacy=True
     ),
     "mse_adadefense": Metric(
         image_similarity.mse_adadefense, "root mean squared error on 0 to 255", False, "images", legacy=True
@@ -161,6 +165,7 @@ __all__ = [
     "ssim",
     "ssim_pairs",
     "ssim_rescaled",
+    "ssim_rescaled_padded",
     "ssim_torchmetrics",
     "wilson",
 ]

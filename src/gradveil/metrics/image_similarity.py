@@ -84,10 +84,20 @@ def ssim_torchmetrics(candidate: Tensor, truth: Tensor) -> Tensor:
 def ssim_rescaled(candidate: Tensor, truth: Tensor) -> Tensor:
     """Compute SSIM after each image is rescaled to [0, 1] by its minimum and maximum. Legacy.
 
-    It ignores brightness and contrast, and so is higher than `ssim` and not comparable with it.
+    It ignores brightness and contrast, and so is higher than `ssim` and not comparable with it. The program of
+    "Convolutional Variational Bottlenecks" computes it with torchmetrics 0.11, which pads the border and cuts it off.
     """
     _large_enough(candidate)
     return _guard(lambda x, y: _ssim(_stretch(x), _stretch(y)), candidate, truth, worst=-1.0)
+
+
+def ssim_rescaled_padded(candidate: Tensor, truth: Tensor) -> Tensor:
+    """Compute `ssim_torchmetrics` of images rescaled as by `ssim_rescaled`. Legacy.
+
+    The same program computes it with a later torchmetrics, which keeps the padded border.
+    """
+    _large_enough(candidate)
+    return _guard(lambda x, y: _ssim_torchmetrics(_stretch(x), _stretch(y)), candidate, truth, worst=-1.0)
 
 
 def mse_adadefense(candidate: Tensor, truth: Tensor) -> Tensor:

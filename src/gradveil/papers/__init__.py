@@ -1,7 +1,7 @@
 """The tables of the papers: printed numbers, the runs behind them, and our measurements beside both."""
 
 from gradveil.papers.comparison import ComparedCell, compare
-from gradveil.papers.records import Record, best, packaged
+from gradveil.papers.records import Record, best
 from gradveil.papers.study import SCALES, Cell, Study, find_study, studies
 from gradveil.papers.table_run import RowRun, row_runs, run_row
 
@@ -15,7 +15,6 @@ __all__ = [
     "best",
     "compare",
     "find_study",
-    "packaged",
     "row_runs",
     "run_row",
     "studies",
