@@ -78,6 +78,16 @@ PAPERS: dict[str, Paper] = {
         "Xue et al. 2024, Revisiting Gradient Pruning: A Dual Realization for Defending against Gradient Attacks",
         {
             "main": (_dual("0.80", 15),),
+            # The original settings of the others are not restated. The deviation of the noise is printed, no clip norm.
+            "comparison": (
+                "ats",
+                "soteria",
+                "precode",
+                "gaussian(std=1e-2)",
+                "topk(keep=0.2, feedback=true)",
+                "outpost",
+                _dual("0.80", 15),
+            ),
             "ablation": tuple(_dual(removed, ratio) for removed in ("0.48", "0.80", "0.96") for ratio in (15, 7, 3)),
         },
     ),
@@ -86,10 +96,14 @@ PAPERS: dict[str, Paper] = {
         "Aligned Dual Gradient Pruning (anonymous preprint)",
         {
             "main": ("adgp(keep=0.2, top=0.05)",),
-            # The noise: epsilon 10.7 at delta 1e-5 of one update. The preprint does not give the clip norm.
+            # The noise: epsilon 10.7 at delta 1e-5 of one update. The preprint does not give the clip norm. It gives
+            # error feedback to the noise, too; here the noise has none, since the residual would cancel it.
             "comparison": (
-                "topk(keep=0.2, feedback=true)",
+                "soteria",
+                "ats",
+                "precode",
                 "user-dp(clip=1, sigma=0.4733)",
+                "topk(keep=0.2, feedback=true)",
                 "adgp(keep=0.2, top=0.05)",
             ),
             # Our addition: masks that are chosen without a trusted party.
