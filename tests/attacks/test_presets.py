@@ -3,6 +3,8 @@
 from fnmatch import fnmatchcase
 
 import pytest
+import torch
+from scipy.ndimage import median_filter
 
 from gradveil.attacks.attack_catalogue import InversionEntry, make_attack
 from gradveil.attacks.inversion.cma_es import CMAES
@@ -12,6 +14,8 @@ from gradveil.attacks.inversion.optimisers import LBFGS, Adam, RMSprop
 from gradveil.attacks.inversion_presets import grnn
 from gradveil.attacks.knowledge import Infer, Known, Optimise
 from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from tests.attacks.small_experiments import tiny
 
 SIGNED = Adam(lr=1.0, sign="signed")
 SCHELIGA = Descent(SIGNED, Plateau(patience=400, factor=0.1), iterations=20_000, tolerance=1e-5, patience=4000)
@@ -46,6 +50,16 @@ PUBLISHED = {
 def test_settings_are_the_published_ones(name):
     attack = make_attack(name)
     assert {field: getattr(attack, field) for field in PUBLISHED[name]} == PUBLISHED[name]
+
+
+def test_median_filters_the_images_that_are_found():
+    scene = tiny()
+    given = [scene.observation], scene.client, scene.knowledge, Key(0)
+    plain, filtered = (make_attack(f"ig(iterations=3{more})")(*given) for more in ("", ", median=true"))
+    images = plain.inputs.flatten(0, 1)
+    expected = torch.stack([torch.from_numpy(median_filter(each[0].numpy(), 3, mode="mirror")) for each in images])
+    torch.testing.assert_close(filtered.inputs.flatten(0, 1)[:, 0], expected)
+    assert torch.equal(filtered.objective, plain.objective)
 
 
 def test_knowledge_is_the_published_one():

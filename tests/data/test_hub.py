@@ -26,7 +26,7 @@ def test_pixels_labels_and_published_constants(home: Path) -> None:
 
 
 def test_images_of_one_client_are_random_training_images_and_private(home: Path) -> None:
-    pictures = images(600, seed=5)
+    pictures = images(600, seed=5)  # more than are read at once
     write(home / "cifar10/train.parquet", pictures, [i % 3 for i in range(600)], names=NAMES)
     training = {encode(picture): i for i, picture in enumerate(pictures)}
 

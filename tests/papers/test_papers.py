@@ -1,6 +1,5 @@
-"""Every paper's runs can be read, and every expected figure belongs to a trial of one of them."""
+"""Every paper's runs can be read, and have the paper's settings."""
 
-import csv
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,6 @@ from gradveil.nn.stochastic_layers import KL_VARIANTS
 from gradveil.papers import find_study
 
 PAPERS_FOLDER = Path(__file__).parents[2] / "src/gradveil/papers"
-METRICS = {"asr", "ssim_mean", "psnr_mean", "mse_mean", "label_accuracy"}
-
-
-def figures():
-    for table in sorted(PAPERS_FOLDER.glob("*/expected.csv")):
-        with table.open(encoding="utf-8", newline="") as lines:
-            for row in csv.DictReader(lines):
-                yield pytest.param(table.parent, row, id=f"{table.parent.name}-{row['run']}-{row['metric']}")
 
 
 @pytest.mark.parametrize(
@@ -35,15 +26,6 @@ def test_run_files_are_sound_and_explained(run):
     config = read_training(str(run)) if run.stem.startswith("train-") else read(str(run))
     assert config.defences
     assert f"`{run.name}`" in (run.parent / "README.md").read_text("utf-8")
-
-
-@pytest.mark.parametrize(("folder", "row"), list(figures()))
-def test_expected_figures_belong_to_a_trial(folder, row):
-    config = read(str(folder / f"{row['run']}.toml"))
-    assert parse(row["defence"]).name in {parse(text).name for text in config.defences}
-    assert make_attack(row["attack"]).name in {make_attack(text).name for text in config.attacks}
-    assert row["metric"] in METRICS
-    assert 0 <= float(row["tolerance"]) <= 1
 
 
 def test_optimal_defences_have_the_papers_own_settings():
@@ -58,10 +40,12 @@ def test_optimal_defences_have_the_papers_own_settings():
         model = build(config.model.name, **sizes, generator=Key(0).generator(), **config.model.options)
         assert sum(parameter.numel() for parameter in model.parameters()) == parameters
         assert any("LeakyReLU" in type(module).__name__ for module in model.modules())
-    assert read(str(folder / "mnist.toml")).images_needed == 4096
+    assert read(str(folder / "mnist.toml")).images_needed == 64
+    assert read(str(folder / "cifar10.toml")).images_needed == 8
     training = read_training(str(folder / "train-published.toml"))
     assert (training.clients, training.batch, training.data.public) == (4, 16, 4096)
     assert (training.server.optimiser, training.server.lr) == ("adam", 1e-3)
+    assert training.rounds * training.clients * training.batch == 3 * training.data.public
 
 
 @pytest.mark.parametrize(("network", "parameters", "left"), [("cnn", 65_962, 660), ("vit", 1_609_216, 16_092)])
@@ -103,7 +87,7 @@ def test_dual_pruning_is_trained_with_the_papers_step_sizes(folder: str):
 def test_the_stand_in_is_trained_as_in_the_paper():
     config = read_training(str(PAPERS_FOLDER / "gradient-stand-in" / "train-cifar10.toml"))
     assert (config.clients, config.rounds) == (3, 200)
-    assert pace(config) == [(pytest.approx(1 / 3, abs=0.005), 0.1), (pytest.approx(2 / 3, abs=0.005), 0.01)]
+    assert pace(config) == [(66 / 200, 0.1), (132 / 200, 0.01)]
     expected = {"lr": 0.01, "batch": 64, "epochs": 1, "optimiser": "sgd", "momentum": 0.9}
     expected |= {"nesterov": True, "weight_decay": 1e-4}
     assert config.local.model_dump().items() >= expected.items()

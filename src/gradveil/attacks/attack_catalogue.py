@@ -10,6 +10,7 @@ from typing import Any
 
 from gradveil.attacks.closed_form.first_layer import Analytic
 from gradveil.attacks.closed_form.layer_by_layer import Recursive
+from gradveil.attacks.closed_form.unmix import Unmix
 from gradveil.attacks.inversion.descent import Descent
 from gradveil.attacks.inversion.image_sources import Images, Trained
 from gradveil.attacks.inversion.inversion import Inversion
@@ -33,6 +34,7 @@ from gradveil.attacks.inversion_presets import (
     ig,
     ig_scheliga,
     pig,
+    portfolio,
     sapag,
     vbia,
     wiig,
@@ -83,7 +85,20 @@ OF_NOISE = (
 )
 """Settings of the prior of optimised additive noise."""
 _IN_ORDER = (
-    *("iterations", "restarts", "lr", "sign", "tv", "l2", "objective", "ignore", "labels", "simulated_client", "start"),
+    *(
+        "iterations",
+        "restarts",
+        "lr",
+        "sign",
+        "tv",
+        "tv_over",
+        "l2",
+        "objective",
+        "ignore",
+        "labels",
+        "simulated_client",
+        "start",
+    ),
     *(
         "tolerance",
         "patience",
@@ -99,7 +114,7 @@ _IN_ORDER = (
         "step_size",
         "rounds",
     ),
-    *("batchnorm", "group", "register", "langevin", "halving", "undo"),
+    *("batchnorm", "group", "register", "langevin", "halving", "median", "undo"),
 )
 _DECLARED = {
     **{setting.name: setting for part in (Inversion, Descent, Adam) for setting in settings_of(part)},
@@ -173,6 +188,8 @@ class InversionEntry(AttackEntry):
             given["knowledge"] = {**given.get("knowledge", attack.knowledge), "public": Known()}
         if given.get("share") is not None:  # a gate is fitted to public images
             given["knowledge"] = {**attack.knowledge, "public": Known()}
+        if given.keys() & {"tv", "sign", "lr"}:  # what is set needs no trying
+            given["variants"] = ()
         descent = replace(attack.descent, **{n: given.pop(n) for n in _OF_DESCENT if n in given})
         if "sign" in given and not isinstance(descent.stepper, Adam):
             problem = f"is a setting of Adam, but this attack uses {type(descent.stepper).__name__}"
@@ -278,6 +295,11 @@ _ANALYTIC = (
     "Lu, Zhang, Zhao, Tang, Tan 2022, APRIL: Finding the Achilles' Heel on Privacy for Vision Transformers (CVPR)"
 )
 _RGAP = "Zhu, Blaschko 2021, R-GAP: Recursive Gradient Attack on Privacy (ICLR)"
+_UNMIX = (
+    "Kariyappa et al. 2023, Cocktail Party Attack: Breaking Aggregation-Based Privacy in Federated Learning Using "
+    "Independent Component Analysis (ICML); Dimitrov, Baader, Müller, Vechev 2024, SPEAR: Exact Gradient Inversion of "
+    "Batches in Federated Learning (NeurIPS)"
+)
 _WU = "Wu, Chen, Guo, Weinberger 2023, Learning to Invert: Simple Adaptive Attacks for Gradient Inversion"
 _GRNN = (
     "Ren, Deng, Xie 2022, GRNN: Generative Regression Neural Network - A Data Leakage Attack for Federated Learning "
@@ -295,6 +317,7 @@ _WEN = (
     "Wen, Geiping, Fowl, Goldblum, Goldstein 2022, Fishing for User Data in Large-Batch Federated Learning via "
     "Gradient Magnification (ICML)"
 )
+_PORTFOLIO = "Gradveil; Geiping et al. 2020 (breaching) for the variation of colour differences"
 _MEAN = "the law of large numbers"
 _GLAUS = "Yang et al. 2023 (GLAUS)"
 _FISHED = (*(s for s in settings_of(Fishing) if s.name in ("target", "share")), *_only(*SEARCHED, "simulated_client"))
@@ -315,6 +338,7 @@ ATTACKS: dict[str, AttackEntry] = {
         InversionEntry("dpia", dpia, "IG that optimises the additive noise with the image", _COMBINING),
         InversionEntry("pig", pig, "IG that ignores the layers behind a bottleneck's noise", _COMBINING),
         InversionEntry("cdia", cdia, "IG that infers pruning masks and optimises other randomness", _COMBINING),
+        InversionEntry("portfolio", portfolio, "CDIA by plain Adam, tried on simulated clients first", _PORTFOLIO),
         InversionEntry("sapag", sapag, "Gaussian kernel distance per layer", "Wang et al., 2020"),
         InversionEntry("gi", gi, "l2 distance, BatchNorm prior, restarts that agree", _GRADINVERSION),
         InversionEntry("gi-strong", gi_strong, "GI with the batch's true BatchNorm statistics", _GRADINVERSION),
@@ -323,11 +347,14 @@ ATTACKS: dict[str, AttackEntry] = {
         GenerativeEntry("ggl", ggl, "the latent numbers of a trained generator, by CMA-ES", _GGL, EVOLVED),
         AttackEntry("analytic", Analytic, "the first layer's equations, solved", _ANALYTIC),
         AttackEntry("r-gap", Recursive, "each layer's equations, solved from the last to the first", _RGAP),
+        AttackEntry("unmix", Unmix, "a batch's images, separated in the first layer's gradient", _UNMIX),
         AttackEntry("rob", Imprint, "a malicious server's imprint block, inverted analytically", _ROB),
         AttackEntry("curious", Trap, "a malicious server's trap weights, inverted analytically", _CURIOUS),
         InversionEntry("fishing", fishing, "a malicious server's last layer for one class, then IG", _WEN, _FISHED),
         InversionEntry("averaging", averaging, "IG on the mean of many rounds of one model", _MEAN, _POOLED),
-        InversionEntry("glaus", glaus, "magnitudes from how often entries were sampled, then IG", _GLAUS, _SAMPLED),
+        InversionEntry(
+            "glaus", glaus, "magnitudes from how often entries were sampled, then IG or DLG", _GLAUS, _SAMPLED
+        ),
         AttackEntry("learned", Learned, "a network trained on public images and simulated updates", _WU),
     )
 }

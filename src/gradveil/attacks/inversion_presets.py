@@ -18,6 +18,7 @@ from gradveil.attacks.inversion.cma_es import CMAES
 from gradveil.attacks.inversion.descent import Cosine, Descent, Plateau, StepSchedule
 from gradveil.attacks.inversion.image_sources import Trained, Untrained
 from gradveil.attacks.inversion.inversion import Inversion
+from gradveil.attacks.inversion.inversion_settings import Variant
 from gradveil.attacks.inversion.optimisers import LBFGS, Adam, RMSprop
 from gradveil.attacks.knowledge import How, Infer, Known, Neutral, Optimise, Sample
 from gradveil.core.settings import Range
@@ -179,6 +180,25 @@ def cdia() -> Inversion:
     mean. Against an undefended client this is `ig-scheliga`.
     """
     return _targeted("cdia", {**_DROPPED, "model.*": Optimise(), **BATCHES, **MASKS})
+
+
+def portfolio() -> Inversion:
+    """Portfolio: CDIA's knowledge of all rounds, plain Adam, and variation of colour differences too.
+
+    No single setting wins against every defence, so several are tried on clients that the attacker simulates with
+    public images; without such images it takes the first.
+    """
+    descent = Descent(Adam(lr=0.1), Plateau(patience=400), iterations=4000, tolerance=1e-5, patience=2000)
+    variants = (
+        Variant(0.03, Adam(lr=0.1)),
+        Variant(0.01, Adam(lr=0.1)),
+        Variant(0.1, Adam(lr=0.1)),
+        Variant(0.01, Adam(lr=1.0, sign="signed")),
+    )
+    known = {**cdia().knowledge, "public": Sample(every_iteration=False)}
+    return replace(
+        cdia(), name="portfolio", tv_over="colours", rounds="all", descent=descent, variants=variants, knowledge=known
+    )
 
 
 def _targeted(name: str, knowledge: Mapping[str, How]) -> Inversion:

@@ -12,7 +12,7 @@ from torch import nn
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.protocol import Attack, CanRefuse, Prospect
 from gradveil.audit.argument_checks import declared
-from gradveil.audit.attack_selection import UNDEFENDED, WORDS, attacks_against, control_attacks, without_aim
+from gradveil.audit.attack_selection import OF_BATCHES, UNDEFENDED, WORDS, control_attacks, met, without_aim
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.recorded.recorded_updates import observed_images, open_observed
@@ -75,7 +75,8 @@ def obstacles(experiment: Experiment) -> Obstacles:
     """Find out before the first trial what would stop a later one: sizes, models, defended clients, attacks.
 
     An attack that was asked for by name and fits some of the defended clients leaves the others out; attackers that
-    stand for `adaptive` have to fit, for a verdict counts on them. Where updates were recorded, of
+    stand for `adaptive` have to fit, for a verdict counts on them; but those of batches are for some models only, and
+    `adaptive` does without them, as long as somebody is left. Where updates were recorded, of
     apps that share no public images, attackers may lack what they need: they are left out, as long as somebody is left.
     """
     found = list(_obstacles(experiment))
@@ -91,7 +92,8 @@ def obstacles(experiment: Experiment) -> Obstacles:
             problems.append(each)
         elif each.problems and (each.attack in fits or _spared(experiment, each, attacked)):
             unfit[each[:3]] = "; ".join(f"{p.what} -> {p.remedy}" for p in each.problems)
-            problems += (replace(p, severity="warning") for p in each.problems)
+            if each.attack not in OF_BATCHES:
+                problems += (replace(p, severity="warning") for p in each.problems)
         else:
             problems += each.problems
     if not any(problem.severity == "error" for problem in problems):
@@ -111,11 +113,11 @@ def _unfit_controls(experiment: Experiment) -> dict[tuple[int, str, str], str]:
 
 
 def _spared(experiment: Experiment, each: _Meeting, attacked: set[tuple[int, str]]) -> bool:
-    """Say whether recorded updates can do without an attacker that `adaptive` stands for."""
-    return (
-        not experiment.source.simulated
-        and each.attack not in without_aim(experiment.config.attacks)
-        and each[:2] in attacked
+    """Say whether a run can do without an attacker: one of batches, or, on recorded updates, any of `adaptive`."""
+    if each[:2] not in attacked:
+        return False
+    return each.attack in OF_BATCHES or (
+        not experiment.source.simulated and each.attack not in without_aim(experiment.config.attacks)
     )
 
 
@@ -167,7 +169,7 @@ def _obstacles(experiment: Experiment) -> Iterator[Problem | _Meeting]:
                 client.noise_spec(client.params(), first)
                 if experiment.source.simulated:
                     yield from _speaker_problems(experiment, index, client, f"defences[{i}] '{text}', {where}")
-                attacks = list(attacks_against(config.attacks, text))
+                attacks = met(config, text)
                 yield from _meetings(experiment, index, text, attacks, client, where)
             except GradveilError as error:
                 yield from (
@@ -307,7 +309,7 @@ def others(defences: Iterable[Defence]) -> int:
 
 def _attacks(config: RunConfig, labelled: bool) -> dict[str, Attack]:
     """Build every attack that meets a defence of the run; where nobody knows labels `adaptive` finds them."""
-    texts = (text for defence in config.defences for text in attacks_against(config.attacks, defence))
+    texts = (text for defence in config.defences for text in met(config, defence))
     tuning = config.iterations, config.restarts
     found: dict[str, Attack] = {}
     for text in texts:

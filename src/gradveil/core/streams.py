@@ -56,6 +56,7 @@ class Stream(StrEnum):
     DISTURBANCE = "disturbance"
     FISHING = "fishing"
     PROBES = "probes"
+    REHEARSAL = "rehearsal"
     SIZES = "trap-sizes"
     PLACES = "trap-places"
     MEASURES = "imprint-measures"

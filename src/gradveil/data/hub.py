@@ -174,7 +174,12 @@ def _parquet_rows(files: list[Path], image: str | None, label: str | None) -> So
         return values(tables, _present(name, schema.names, where))
 
     def read(indices: Sequence[int]) -> Images:
-        wanted, start = iter(indices), 0
+        ascending = sorted(set(indices))
+        if list(indices) != ascending:  # the files are read from their start to their end
+            found = dict(zip(ascending, read(ascending), strict=True))
+            yield from (found[index] for index in indices)
+            return
+        wanted, start = iter(ascending), 0
         following = next(wanted, None)
         for table in tables:
             if following is None or following >= start + table.metadata.num_rows:
@@ -320,18 +325,9 @@ def pick(rows: SourceSplit, indices: NDArray[Any]) -> SourceSplit:
 
     return rows._replace(
         labels=of_chosen(rows.labels),
-        decode=lambda wanted: _in_any_order(rows, [chosen[index] for index in wanted]),
+        decode=lambda wanted: rows.decode([chosen[index] for index in wanted]),
         column=lambda name: of_chosen(rows.column(name)),
     )
-
-
-def _in_any_order(rows: SourceSplit, places: Sequence[int]) -> Images:
-    """Decode the images at these indices, which need not ascend."""
-    ascending = sorted(places)
-    if ascending == list(places):
-        return rows.decode(places)
-    decoded = dict(zip(ascending, rows.decode(ascending), strict=True))
-    return (decoded[place] for place in places)
 
 
 def number(public: SourceSplit, private: SourceSplit) -> tuple[tuple[str, ...], list[int], list[int]]:

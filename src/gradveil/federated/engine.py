@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,9 +18,11 @@ from gradveil.client import Client, ClientTask, announced, drawn_update, propose
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
-from gradveil.core.tree import Tensors, all_finite, stack
+from gradveil.core.tree import Tensors, all_finite, stack, tmap
 from gradveil.core.types import Batch
+from gradveil.defences.error_feedback import residual_of
 from gradveil.federated.aggregate import Server
+from gradveil.federated.held_back import Compressed, held_back
 from gradveil.federated.parallel_clients import Together, compute
 from gradveil.federated.training_state import RoundResult, Standing, Status
 from gradveil.federated.update_records import UpdateRecorder
@@ -181,9 +183,21 @@ class Federation:
         client_seconds = sum(worked) / len(worked) if worked else None
         wanted = speakers(self.client) if answers else 0
         spoke = (min(wanted, len(answers)), wanted) if wanted else None
-        record = replace(record, client_seconds=client_seconds, refused=tuple(refused), spoke=spoke)
+        held = held_back(self._compressed(standing, updates, clients))
+        record = replace(record, client_seconds=client_seconds, refused=tuple(refused), spoke=spoke, held_back=held)
         after = replace(standing, params=params, server=server, clients=clients, mean=mean, moved=moved)
         return self._judged(after, record, standing)
+
+    def _compressed(
+        self, standing: Standing, updates: Mapping[int, Tensors], after: Mapping[int, Tensors]
+    ) -> Iterator[Compressed]:
+        """Yield what each client sent and its residuals, if its defence ends with error feedback."""
+        for client, sent in updates.items():
+            now = residual_of(self.client.send, after[client])
+            if now is None or self.client.members > 1:
+                return
+            before = residual_of(self.client.send, standing.clients.get(client, {}))
+            yield Compressed(sent, before or tmap(torch.zeros_like, now), now)
 
     def announced(self, standing: Standing, answers: Sequence[int], number: int) -> tuple[Client, int]:
         """Return the client of a round with its public messages, and the bytes that clients sent to make them."""

@@ -25,6 +25,8 @@ UNSEEN = "unseen"
 
 
 _COLUMNS = ("image_column", "label_column")
+_LATER = {**dict.fromkeys(_COLUMNS), "train_on": "auxiliary"}
+"""Settings of data that runs from before them do not have, with their defaults."""
 
 
 class Section(BaseModel):
@@ -60,9 +62,9 @@ class DataConfig(Section):
     """Column with the labels."""
 
     @model_serializer(mode="wrap")
-    def _without_usual_columns(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit columns that are not set, so that runs from before these settings keep their hash."""
-        return {key: value for key, value in written(self).items() if key not in _COLUMNS or value is not None}
+    def _without_later_defaults(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit later settings that are not set, so that runs from before them keep their hash."""
+        return {key: value for key, value in written(self).items() if key not in _LATER or value != _LATER[key]}
 
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
@@ -150,6 +152,8 @@ class TrainDataConfig(DataConfig):
     """Number of training images to read."""
     gallery: Count | None = None
     """Number of test images to read."""
+    train_on: Literal["auxiliary", "private"] = "auxiliary"
+    """`private`: train on the test images, which an audit attacks. Loss and accuracy are then those of the training."""
 
 
 class PartitionConfig(Section):

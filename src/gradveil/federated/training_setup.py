@@ -267,6 +267,7 @@ def open_setting(config: TrainConfig, data_dir: Path | None = None, checked: boo
     """
     refuse(list(device_problems(config.device, config.precision)))
     data = open_images(config.data, data_dir, config.data.gallery, config.partition.column)
+    data = data._replace(public=data.private) if config.data.train_on == "private" else data
     weights = read_weights(located(config.model.weights, data_dir)) if config.model.weights else {}
     setting = TrainingSetting(config, data, weights)
     refuse(list(setting_problems(setting)) if checked else [])
@@ -299,6 +300,9 @@ def _without_effect(config: TrainConfig) -> Iterator[Problem]:
             if key in section.model_fields_set and chosen not in kinds:
                 problem = f"has no effect with {decides} '{chosen}': it is for {listing(kinds)}"
                 yield Problem(f"{table}.{key}", problem, f"set {decides} = '{kinds[0]}', or remove it")
+    if config.partition.column is not None and config.data.train_on == "private":
+        problem = "is read from the auxiliary images, and clients train on the private ones"
+        yield Problem("partition.column", problem, "remove it, or data.train_on")
     if config.batch is not None and config.local is not None:
         problem = "has no effect with local training: it is for one gradient per round"
         yield Problem("batch", problem, "set local.batch, or remove it")
