@@ -135,7 +135,11 @@ def _trainings(folder: Path, run: str, scale: str, defence: str) -> Iterator[Rec
     if not summaries:
         return
     lines = [
-        {**{name: row[name] for name in ("seed", "status", "accuracy", "rounds")}, "curve": _curve(row["curve"])}
+        {
+            **{name: row[name] for name in ("seed", "status", "accuracy", "loss", "rounds")},
+            "best_accuracy": max(record["accuracy"] for record in row["curve"]),
+            "curve": _curve(row["curve"]),
+        }
         for row in summaries
         if row["accuracy"] is not None
     ]
