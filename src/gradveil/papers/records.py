@@ -116,17 +116,23 @@ def _audits(folder: Path, run: str, scale: str, defence: str) -> Iterator[Record
                 "image": index,
                 "status": record["status"],
                 "recovered": image["success"],
+                "label": label,
                 **{name: image[name] for name in _SCORES if image.get(name) is not None},
                 **{name: image.get(name) for name in trial.info.get("metrics", ())},
             }
             for record in trial.records
-            for index, image in enumerate(record["per_image"])
+            for index, (image, label) in enumerate(zip(record["per_image"], _right_labels(record), strict=True))
         ]
         iterations = max((record.get("iterations") or 0 for record in trial.records), default=0)
         seconds = trial.info.get("seconds")
         yield Record(
             run, defence, attack, scale, "complete", iterations or None, seconds, row.baseline, *facts, tuple(lines)
         )
+
+
+def _right_labels(record: Mapping[str, Any]) -> list[int]:
+    """Mark the images of a target whose label the attack recovered; reconstructions are in the images' order."""
+    return [int(own == predicted) for own, predicted in zip(record["label"], record["predicted"], strict=True)]
 
 
 def _trainings(folder: Path, run: str, scale: str, defence: str) -> Iterator[Record]:

@@ -26,6 +26,10 @@ Scale = Literal["quick", "standard", "paper"]
 SCALES: tuple[Scale, ...] = ("quick", "standard", "paper")
 
 
+OF_TRAININGS = ("accuracy", "best_accuracy", "loss")
+"""Numbers of a training; all others are scores of reconstructed images."""
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -122,7 +126,8 @@ class PrintedMetric(_Section):
     """How a printed metric is measured and compared."""
 
     ours: str
-    """A score of each image (`ssim`), a rate of images (`recovered`), or a training's `accuracy`."""
+    """A score of each image (`ssim`), a rate of images (`recovered`, `label`), or a number of a training: `accuracy`,
+    the `best_accuracy` of all rounds, or its `loss`."""
     tolerance: Annotated[float, Field(gt=0)]
     """Largest difference that counts as agreement, in the printed unit."""
     statistic: Literal["mean", "max", "min"] = "mean"
@@ -256,7 +261,7 @@ class Study:
         for part in self.tables[cell.table].parts:
             if cell.setting in part.settings and cell.row in part.rows and cell.column in part.columns:
                 run = part.settings[cell.setting]
-                if (self.content.runs[run].kind == "train") != (metric.ours == "accuracy"):
+                if (self.content.runs[run].kind == "train") != (metric.ours in OF_TRAININGS):
                     continue
                 score = part.scores.get(cell.metric, metric.ours)
                 return Measurement(run, part.rows[cell.row], part.columns[cell.column], score)
