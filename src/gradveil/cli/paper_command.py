@@ -30,6 +30,7 @@ _HELP = {
     "set": "Set one key of the runs, such as target_clients=8. The command is recorded. Repeatable.",
     "records": "Folder of the records. Default: benchmarks/results/papers of the checkout.",
     "of_scale": "Only runs of this scale.",
+    "attack": "Run this attack in place of the table's, such as adaptive, which fills the column of that name.",
     "all": "Include groups of settings and of numbers in the text.",
     "format": "How to write the table. html draws a figure of the paper again.",
     "out": "File to write instead of the terminal.",
@@ -76,16 +77,17 @@ def list_tables(
 
     _say_where_records_are(records)
     for study in [find_study(key)] if key else studies().values():
-        typer.secho(f"{study.key}\n{study.citation}", bold=True)
+        typer.secho(study.key, bold=True)
+        typer.echo("\n".join(textwrap.wrap(study.citation, 78)))
         tables = study.list(runs, records)
         shown = [each for each in tables if every or not each.entry.in_text]
         for each in shown:
             typer.echo("\n".join(_overview(each)))
         if left := len(tables) - len(shown):
-            typer.echo(f"  {left} groups of numbers in the text: settings of the runs, or quoted. See them: --all")
+            typer.echo(f"  {left} groups of numbers in the text: settings of the runs, or quoted (--all)")
         typer.echo()
     typer.echo(
-        f"Times are for {cores()} cores: from recorded seconds, or (~) from the cost model. Attacks may stop earlier.\n"
+        f"Times are for {cores()} cores: from recorded seconds, or (~) from a cost model.\n"
         "Compare: gradveil paper show KEY TABLE."
     )
     return 0
@@ -100,7 +102,8 @@ def _overview(each: TableOverview) -> list[str]:
     recorded = ", ".join(f"{count} at {scale}" for scale, count in compared.scales.items()) or "none"
     times = ", ".join(f"{scale} {_time(scale, cost)}" for scale, cost in each.times.items())
     facts = [f"{len(compared.cells)} numbers, measured: {recorded}", f"takes: {times}", compared.summary]
-    return [*lines, *(f"    {fact}" for fact in facts), f"    $ {each.command}"]
+    indented = [line for fact in facts for line in textwrap.wrap(fact, 78, initial_indent="    ")]
+    return [*lines, *indented, f"    $ {each.command}"]
 
 
 def _time(scale: str, cost: CostEstimate) -> str:
@@ -117,6 +120,7 @@ def run_table(
     columns: Annotated[list[str] | None, typer.Option(help=_HELP["columns"])] = None,
     settings: Annotated[list[str] | None, typer.Option(help=_HELP["settings"])] = None,
     changes: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_HELP["set"])] = None,
+    attack: Annotated[str, typer.Option("--attack", metavar="NAME", help=_HELP["attack"])] = "",
     runs: RunsOption = _RUNS,
     data_dir: Annotated[Path | None, typer.Option(help=_HELP["data"])] = None,
     workers: Annotated[int | None, typer.Option(min=1, help=_HELP["workers"])] = None,
@@ -133,6 +137,7 @@ def run_table(
         typer.echo(f"{entry.name}: nothing to run. {entry.reason}")
         return 0
     chosen: Any = {"rows": rows or (), "columns": columns or (), "settings": settings or (), "changes": changes or ()}
+    chosen["attack"] = attack
     cost = study.cost(table, scale, **chosen, workers=workers, records=records)  # type: ignore[arg-type]
     most = ", at most 90 s at a time" if scale == "quick" else ""
     typer.echo(f"{entry.name} at scale {scale}: {cost.runs} rows, about {cost.text}{most}.", err=True)

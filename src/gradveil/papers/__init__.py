@@ -10,7 +10,7 @@ from gradveil.papers.comparison import ComparedCell, ComparedTable, compare
 from gradveil.papers.cost_estimate import CostEstimate
 from gradveil.papers.documented import recorded_cells, recorded_claims, recorded_tables
 from gradveil.papers.paper import (
-    Paper,
+    PaperStudy,
     TableOverview,
     find_study,
     studies,
@@ -29,7 +29,7 @@ __all__ = [
     "ComparedTable",
     "CostEstimate",
     "JudgedClaim",
-    "Paper",
+    "PaperStudy",
     "Record",
     "RowRun",
     "Study",

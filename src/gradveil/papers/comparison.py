@@ -16,6 +16,8 @@ PENDING = "pending"
 """Text for the strongest attack that knows the defence, until it is recorded."""
 LEAST = 8
 """Fewest images from which agreement is judged."""
+RATES = ("recovered", "label")
+"""Scores that are 0 or 1: their mean is a rate of images."""
 Measured = Mapping[tuple[str, str, str], Record]
 
 
@@ -104,7 +106,7 @@ def _measured(study: Study, cell: Cell, measured: Measured) -> ComparedCell:
         return ComparedCell(cell, NOT_RUN, why, record=record)
     scale = 100 if cell.unit == "%" else 1
     ours, low, high = (scale * value for value in _number(metric, wanted, values))
-    floor = record.baseline if wanted.metric in ("recovered", "accuracy") else None
+    floor = record.baseline if wanted.metric in ("recovered", "accuracy", "best_accuracy") else None
     known = ComparedCell(
         cell,
         "",
@@ -115,7 +117,7 @@ def _measured(study: Study, cell: Cell, measured: Measured) -> ComparedCell:
         None if floor is None else scale * floor,
         max((scale * value for value in _adaptive(metric, wanted, measured)), default=None),
         record,
-        wanted.metric == "recovered",
+        wanted.metric in RATES,
     )
     if wanted.attack and len(values) < LEAST:
         return replace(known, status=NOT_RUN, reason=f"fewer than {LEAST} images are not compared")
@@ -124,7 +126,7 @@ def _measured(study: Study, cell: Cell, measured: Measured) -> ComparedCell:
 
 def _number(metric: PrintedMetric, wanted: Measurement, values: Sequence[float]) -> tuple[float, float, float]:
     ours = {"mean": fmean, "max": max, "min": min}[metric.statistic](values)
-    if wanted.metric == "recovered":
+    if wanted.metric in RATES:
         return (ours, *wilson(sum(map(round, values)), len(values)))
     spread = stdev(values) if len(values) > 1 and metric.statistic == "mean" else 0.0
     return ours, ours - spread, ours + spread
@@ -156,7 +158,7 @@ def _wrong(study: Study, compared: ComparedCell) -> str | None:
     assert compared.ours is not None
     metric = study.content.metrics[cell.metric]
     near = abs(compared.ours - cell.number) <= max(metric.tolerance, cell.spread or 0)
-    if metric.ours == "recovered" and compared.low is not None and compared.high is not None:
+    if metric.ours in RATES and compared.low is not None and compared.high is not None:
         near = near or compared.low <= cell.number <= compared.high
     return None if near else ""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from gradveil.papers.claims import JudgedClaim, judged_claims
 from gradveil.papers.comparison import PENDING, ComparedCell, ComparedTable, Measured, compare
-from gradveil.papers.paper import Paper, studies
+from gradveil.papers.paper import PaperStudy, studies
 from gradveil.papers.records import best, read, records_folder
 from gradveil.papers.table_formats import our_text, printed_text
 
 
-def recorded(paper: Paper) -> Measured:
+def recorded(paper: PaperStudy) -> Measured:
     """Choose the best record of each place, local runs left out."""
     folder = records_folder()
     return best(read(folder / paper.key) if folder else ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from gradveil.core.errors import fail
@@ -17,6 +18,8 @@ from gradveil.papers.table_run import row_runs, run_row, stand_in_data
 
 RUNS = Path("runs") / "papers"
 """Where the runs of papers lie."""
+ADAPTIVE = "adaptive"
+"""The attack that knows the defence, for the column of that name."""
 QUICK_SECONDS = 60.0
 """Time after which a table at quick scale starts no further run."""
 Told = Callable[[str], None]
@@ -33,7 +36,7 @@ class TableOverview:
     """The command that runs it; empty if nothing does."""
 
 
-class Paper(Study):
+class PaperStudy(Study):
     """One paper with its tables, our runs of them and our records."""
 
     def measured(self, runs: Path = RUNS, records: Path | None = None) -> Measured:
@@ -43,9 +46,8 @@ class Paper(Study):
 
     def local(self, runs: Path = RUNS) -> list[Record]:
         """Read the local runs at every scale."""
-        planned = (
-            each for entry in self.tables.values() for scale in SCALES for each in row_runs(self, entry.name, scale)
-        )
+        tables = product(self.tables, SCALES, ("", ADAPTIVE))
+        planned = (each for name, scale, attack in tables for each in row_runs(self, name, scale, attack=attack))
         return [record for each in {one.folder: one for one in planned}.values() for record in each.measured(runs)]
 
     def list(self, runs: Path = RUNS, records: Path | None = None) -> list[TableOverview]:
@@ -70,12 +72,13 @@ class Paper(Study):
         columns: Collection[str] = (),
         settings: Collection[str] = (),
         changes: Sequence[str] = (),
+        attack: str = "",
         workers: int | None = None,
         runs: Path = RUNS,
         records: Path | None = None,
     ) -> CostEstimate:
         """Estimate the time of a table, or of some of its rows, columns and settings."""
-        todo = row_runs(self, table, scale, rows, columns, settings, changes)
+        todo = row_runs(self, table, scale, rows, columns, settings, changes, attack)
         return estimate(todo, self.measured(runs, records), workers)
 
     def compare(self, table: str, runs: Path = RUNS, records: Path | None = None) -> ComparedTable:
@@ -97,6 +100,7 @@ class Paper(Study):
         columns: Collection[str] = (),
         settings: Collection[str] = (),
         changes: Sequence[str] = (),
+        attack: str = "",
         runs: Path = RUNS,
         data_dir: Path | None = None,
         workers: int | None = None,
@@ -108,10 +112,11 @@ class Paper(Study):
     ) -> list[Record]:
         """Run a table, row by row, and return the measurements; finished rows are only read.
 
-        After `seconds` no further row starts; at quick scale the default is 60 s. Without the data files, quick scale
-        uses bundled images: that shows that it runs, and is never recorded or compared.
+        `attack`, such as `adaptive`, takes the place of the table's attacks. After `seconds` no further row starts; at
+        quick scale the default is 60 s. Without the data files, quick scale uses bundled images: that shows that it
+        runs, and is never recorded or compared.
         """
-        todo = row_runs(self, table, scale, rows, columns, settings, changes)
+        todo = row_runs(self, table, scale, rows, columns, settings, changes, attack)
         if scale == "quick":
             todo, seconds = sorted(todo, key=modelled), QUICK_SECONDS if seconds is None else seconds
             if missing := {each.data for each in todo if not each.has_data(data_dir)}:
@@ -136,15 +141,15 @@ class Paper(Study):
         return done
 
 
-def studies() -> dict[str, Paper]:
+def studies() -> dict[str, PaperStudy]:
     """Read all papers whose tables are described."""
     return {key: find_study(key) for key in keys()}
 
 
-def find_study(key: str) -> Paper:
+def find_study(key: str) -> PaperStudy:
     """Read one paper by its key.
 
     >>> find_study("combining-stochastic-defenses").compare("T1").cells[0].cell.number
     0.95
     """
-    return Paper(key, *read_printed(key))
+    return PaperStudy(key, *read_printed(key))

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.resources import files
 from itertools import product
 from typing import Annotated, Any, Literal
@@ -247,7 +247,7 @@ class Study:
 
     def _unit(self, metric: str) -> str:
         """Return the unit of values that are only drawn."""
-        shares = ("recovered", "accuracy")
+        shares = ("recovered", "label", "accuracy", "best_accuracy")
         return "%" if metric in self.content.metrics and self.content.metrics[metric].ours in shares else ""
 
     def measurement(self, cell: Cell) -> Measurement | None:
@@ -285,6 +285,7 @@ def keys() -> list[str]:
     return sorted(folder.name for folder in folders if (folder / "printed" / "tables.toml").is_file())
 
 
+@cache
 def read_printed(key: str) -> tuple[_Tables, tuple[Cell, ...]]:
     """Read the tables and printed numbers of a paper."""
     known = keys()

@@ -121,10 +121,12 @@ def row_runs(
     columns: Collection[str] = (),
     settings: Collection[str] = (),
     changes: Sequence[str] = (),
+    attack: str = "",
 ) -> list[RowRun]:
     """List what has to be run for a table, or for some of its rows, columns and settings (printed names).
 
-    `changes` are settings that differ from those of the scale: `["target_clients=8"]`.
+    `changes` are settings that differ from those of the scale: `["target_clients=8"]`. `attack` takes the place of the
+    table's attacks, and leaves its trainings out.
     """
     entry = study.table(table)
     chosen = {"row": rows, "column": columns, "setting": settings}
@@ -133,20 +135,23 @@ def row_runs(
     groups: dict[tuple[str, str, str], list[Cell]] = {}
     for cell in cells:
         wanted = study.measurement(cell)
-        if wanted is not None and all(not names or getattr(cell, key) in names for key, names in chosen.items()):
-            groups.setdefault((wanted.run, wanted.defence, wanted.attack), []).append(cell)
+        if wanted is None or (attack and not wanted.attack):
+            continue
+        if all(not names or getattr(cell, key) in names for key, names in chosen.items()):
+            groups.setdefault((wanted.run, wanted.defence, attack or wanted.attack), []).append(cell)
+    more = [word for change in changes for word in ("--set", change)] + (["--attack", attack] if attack else [])
     return [
-        RowRun(study, *place, scale, tuple(changes), _command(study.key, entry.name, scale, members, changes))
+        RowRun(study, *place, scale, tuple(changes), _command(study.key, entry.name, scale, members, more))
         for place, members in groups.items()
     ]
 
 
-def _command(key: str, table: str, scale: Scale, cells: Sequence[Cell], changes: Sequence[str]) -> str:
+def _command(key: str, table: str, scale: Scale, cells: Sequence[Cell], more: Sequence[str]) -> str:
     words = ["gradveil", "paper", "run", key, table, "--scale", scale]
     for name in ("setting", "row", "column"):
         values = dict.fromkeys(getattr(cell, name) for cell in cells)
         words += [f"--{name}s", *values] if all(values) else []
-    return shlex.join([*words, *(word for change in changes for word in ("--set", change))])
+    return shlex.join([*words, *more])
 
 
 def stand_in_data(row: RowRun) -> RowRun:

@@ -1,0 +1,105 @@
+"""The face of the papers: choices of rows, times, time limits, bundled images in place of missing data, and forms."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gradveil.cli.app import run
+from gradveil.core.errors import GradveilError
+from gradveil.papers import FORMATS, PaperStudy, compare, find_study, row_runs
+from gradveil.papers.cost_estimate import estimate
+from gradveil.papers.study import Cell, _Tables
+from tests.papers.test_paper_tables import TABLES, measured
+
+CELLS = tuple(
+    Cell("T1", row, "IG", "digits", metric, "75", None, "%" if metric == "ASR" else "", "")
+    for row in ("none", "GP")
+    for metric in ("ASR", "SSIM")
+)
+
+
+def a_paper(data: str = "digits") -> PaperStudy:
+    text = TABLES.replace('data = { name = "digits", size = 16 }', f'data = {{ name = "{data}", size = 16 }}', 1)
+    return PaperStudy("a-paper", _Tables.model_validate(tomllib.loads(text)), CELLS)
+
+
+def test_several_values_follow_one_option(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["--rows", "none", "CVBs", "--columns", "IGs"]
+    assert run(["paper", "run", "combining-stochastic-defenses", "T1", *names]) == 2
+    shown = capsys.readouterr().err
+    assert "--rows 'CVBs'" in shown
+    assert "--columns 'IGs'" in shown
+    assert "'none'" not in shown
+
+
+def test_every_table_of_the_list_has_a_command_or_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["paper", "list", "dual-gradient-pruning"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for overview in find_study("dual-gradient-pruning").list():
+        assert bool(overview.command) != bool(overview.entry.reason)
+        listed = [number for number, line in enumerate(lines) if line.startswith(f"  {overview.entry.name}: ")]
+        assert bool(listed) != overview.entry.in_text
+    assert all(len(line) <= 80 for line in lines[2:-2])
+
+
+def test_estimate_takes_recorded_seconds_before_the_cost_model() -> None:
+    rows = row_runs(a_paper(), "T1", "quick")
+    known = {row.place: replace(measured(row.defence, row.attack), run=row.run, seconds=100.0) for row in rows}
+    recorded, modelled = estimate(rows, known, 1), estimate(rows, {}, 1)
+    assert (recorded.recorded, modelled.recorded) == (2, 0)
+    assert 200 <= recorded.seconds < 210
+    assert (recorded.text[0], modelled.text[0]) == ("3", "~")
+    more = row_runs(a_paper(), "T1", "quick", changes=["target_clients=200"])
+    assert estimate(more, {}, 1).seconds > modelled.seconds
+
+
+def test_missing_data_are_replaced_at_quick_scale_and_never_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GRADVEIL_DATA", raising=False)
+    paper, told = a_paper("mnist"), list[str]()
+    done = paper.run("T1", runs=tmp_path, record=True, records=tmp_path / "records", seconds=0, tell=told.append)
+    assert [record.defence for record in done] == ["none"], "the first row runs, then the time is over"
+    assert told[0].startswith("NO DATA: mnist")
+    assert "1 of 2 rows are left" in told[-1]
+    assert not (tmp_path / "records").exists()
+    assert paper.local(tmp_path) == []
+    assert len(paper.run("T1", runs=tmp_path)) == 2
+
+
+def test_an_attack_that_knows_the_defence_fills_its_column() -> None:
+    paper = a_paper()
+    rows = row_runs(paper, "T1", "quick", attack="adaptive")
+    assert {row.attack for row in rows} == {"adaptive"}
+    assert rows[0].command.endswith("--attack adaptive")
+    found = {record.place: record for record in (measured(hits=5), measured(attack="adaptive", hits=8))}
+    assert compare(paper, "T1", found).cells[0].adaptive == 80
+
+
+@pytest.mark.parametrize("form", list(FORMATS))
+def test_every_form_shows_both_numbers_and_the_share_that_agrees(form: str) -> None:
+    table = compare(a_paper(), "T1", {measured().place: measured()})
+    text = FORMATS[form](table)
+    assert "75" in text
+    assert "90" in text
+    if form == "json":
+        assert json.loads(text)["cells"][0]["command"] == "gradveil paper run"
+    elif form != "csv":
+        assert "compared agree" in text
+        assert "pending" in text
+
+
+def test_a_figure_is_drawn_from_what_was_measured() -> None:
+    paper = a_paper()
+    figure = paper.tables["T1"].model_copy(update={"name": "Figure 1"})
+    table = replace(compare(paper, "T1", {measured().place: measured()}), entry=figure)
+    page = FORMATS["html"](table)
+    assert page.count("<svg") == 2
+    assert "<svg" not in FORMATS["html"](replace(table, entry=paper.tables["T1"]))
+    with pytest.raises(GradveilError, match="format"):
+        paper.show("T1", format="pdf")
