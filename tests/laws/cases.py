@@ -57,7 +57,7 @@ LAWS = {
     "none": Law(("none",)),
     "clip": Law(("clip(norm=0.3)",), bound=0.3),
     "clip-example": Law(("clip-example(norm=0.3)",), bound=0.3),
-    "gaussian": Law(("gaussian(std=0.1)",)),
+    "gaussian": Law(("gaussian(std=0.1)", "gaussian(std=0.1, clamp=0.05)")),
     "laplace": Law(("laplace(scale=0.1)",)),
     "optimal-noise": Law(
         (
@@ -105,6 +105,7 @@ LAWS = {
             "standin(optimiser=yogi, beta1=0.5, beta2=0.9)",
             "standin(optimiser=adagrad)",
             "standin(variant=published_code)",
+            "standin(eps_in=root)",
         ),
         surrogate=True,
         identity=False,

@@ -23,6 +23,7 @@ from gradveil.attacks.protocol import (
     Persistent,
     Progress,
     Reconstruction,
+    Remark,
 )
 from gradveil.attacks.simulated_updates import Simulated
 from gradveil.audit.argument_checks import answer
@@ -212,6 +213,10 @@ def attacked(
     attack = _afforded(
         experiment, trial, attack, numbers, lambda tried: tried(seen, simulated_client, knowledge, key), plans
     )
+    remarks: tuple[Remark, ...] = ()
+    if isinstance(attack, Inversion) and attack.variants:
+        attack, remark = attack.rehearsed(seen, simulated_client, knowledge, key)
+        remarks = (remark,)
     done = 0
 
     def count(step: Progress) -> None:
@@ -230,6 +235,7 @@ def attacked(
         inputs, classes = found.inputs.detach().to(like), found.targets.clamp(0, experiment.classes - 1)
         match = Simulated(simulated_client, seen).match(inputs, classes.to(inputs.device), key)
         found = replace(found, match=match.to(found.objective))
+    found = replace(found, remarks=(*found.remarks, *remarks)) if remarks else found
     done = done or int(found.iterations.sum()) * found.objectives.shape[1]
     left = share_left(experiment.attacks[trial.attack], attack)
     return Made(attack, simulated_client, knowledge, grants, secrets, key, found, done, left)

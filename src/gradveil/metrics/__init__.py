@@ -21,6 +21,7 @@ from gradveil.metrics.image_similarity import (
     psnr_adadefense,
     rank,
     ssim,
+    ssim_adadefense,
     ssim_pairs,
     ssim_rescaled,
     ssim_rescaled_padded,
@@ -76,6 +77,9 @@ METRICS: dict[str, Metric] = {
     ),
     "ssim_rescaled_padded": Metric(
         image_similarity.ssim_rescaled_padded, "the same with padded borders", True, "images", legacy=True
+    ),
+    "ssim_adadefense": Metric(
+        image_similarity.ssim_adadefense, "SSIM with a uniform window of 7 pixels", True, "images", legacy=True
     ),
     "mse_adadefense": Metric(
         image_similarity.mse_adadefense, "root mean squared error on 0 to 255", False, "images", legacy=True
@@ -163,6 +167,7 @@ __all__ = [
     "risk",
     "scored",
     "ssim",
+    "ssim_adadefense",
     "ssim_pairs",
     "ssim_rescaled",
     "ssim_rescaled_padded",

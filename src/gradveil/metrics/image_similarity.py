@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv2d
+from torch.nn.functional import avg_pool2d, conv2d
 
 from gradveil.core.errors import fail
 from gradveil.core.extras import install, needs
@@ -25,6 +25,7 @@ MSE_FLOOR = 1e-10
 WINDOW = 11
 """Side of SSIM's window: smaller images have no SSIM."""
 _SIGMA = 1.5
+_UNIFORM = 7
 _CHUNK = 1 << 17
 """Pixels of the products of image pairs that are computed at once: they fit the cache."""
 _C1, _C2 = 0.01**2, 0.03**2
@@ -111,6 +112,12 @@ def psnr_adadefense(candidate: Tensor, truth: Tensor) -> Tensor:
     return 10 * (255**2 / rmse).log10()
 
 
+def ssim_adadefense(candidate: Tensor, truth: Tensor) -> Tensor:
+    """Compute SSIM as in AdaDefense's tables: a uniform window of 7, sample covariance (scikit-image's default)."""
+    _large_enough(candidate)
+    return _guard(_ssim_uniform, candidate, truth, worst=-1.0)
+
+
 def _guard(score: Callable[[Tensor, Tensor], Tensor], candidate: Tensor, truth: Tensor, worst: float) -> Tensor:
     """Score image by image in high precision; pairs with an image that is not finite get the worst score."""
     if candidate.shape != truth.shape or candidate.ndim < 3:
@@ -139,9 +146,20 @@ def _large_enough(images: Tensor) -> None:
 
 
 def _ssim(x: Tensor, y: Tensor) -> Tensor:
-    mean_x, mean_y, square_x, square_y, product = _smooth(torch.stack([x, y, x * x, y * y, x * y]))
-    variance_x, variance_y = square_x - mean_x.square(), square_y - mean_y.square()
-    covariance = product - mean_x * mean_y
+    return _similarity(_smooth(torch.stack([x, y, x * x, y * y, x * y])))
+
+
+def _ssim_uniform(x: Tensor, y: Tensor) -> Tensor:
+    moments = torch.stack([x, y, x * x, y * y, x * y])
+    means = avg_pool2d(moments.flatten(0, -4), _UNIFORM, stride=1)
+    return _similarity(means.unflatten(0, moments.shape[:-3]), _UNIFORM**2 / (_UNIFORM**2 - 1))
+
+
+def _similarity(moments: Tensor, sample: float = 1.0) -> Tensor:
+    """Compute SSIM from local means of x, y, x^2, y^2 and x y; `sample` scales the (co)variances."""
+    mean_x, mean_y, square_x, square_y, product = moments
+    variance_x, variance_y = sample * (square_x - mean_x.square()), sample * (square_y - mean_y.square())
+    covariance = sample * (product - mean_x * mean_y)
     luminance = (2 * mean_x * mean_y + _C1) / (mean_x.square() + mean_y.square() + _C1)
     contrast = (2 * covariance + _C2) / (variance_x + variance_y + _C2)
     return (luminance * contrast).mean((-3, -2, -1))

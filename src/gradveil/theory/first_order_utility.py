@@ -5,8 +5,8 @@ Defenses Against Gradient Reconstruction Attacks", Definition 2, the utility of 
 mean zero: the expectation of <g, sent>. That of second order is -sum_i g_i^2 s_i^2 for independent noise: what it adds
 to the expectation of -<g, sent>^2, so g g^T takes the place of H.
 
-That reading of the paper is unverified, as are the weights of the two terms, and whether Theorems 2 to 4 take the
-expectations inside or outside the root; here they are inside, sqrt(E ||dg_i/dx||^2 / E g_i^2).
+The first decides, the second compares defences of equal first-order utility; they are not weighed against each other.
+Theorems 2 to 4 take expectations inside the root, sqrt(E ||dg_i/dx||^2 / E g_i^2), as their Cauchy step needs.
 """
 
 from __future__ import annotations
