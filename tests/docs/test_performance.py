@@ -1,8 +1,11 @@
 """What was recorded of defences, rounds, clients at once and the wire is what the page prints."""
 
+import csv
 import json
 import re
 from pathlib import Path
+
+import pytest
 
 from gradveil.federated.parallel_clients import MOST_EXAMPLES
 
@@ -91,6 +94,25 @@ def test_sizes_on_the_wire_are_what_was_recorded():
         assert all(kind["encode_ms"] + kind["decode_ms"] <= 250 for kind in kinds), "the aim"
     kept = [size for model in models.values() for share, size in model["sizes"].items() if 0.01 <= float(share) <= 0.5]
     assert max(size[kind]["of_bound"] for size in kept for kind in ("float32", "float16", "bfloat16")) < 1.1, "the aim"
+
+
+def test_the_bytes_of_a_round_are_what_was_counted():
+    names = {"resnet18": "ResNet-18", "vgg13": "VGG-13", "lenet-zhu": "LeNet"}
+    page = (HERE / "docs/performance.md").read_text("utf-8").partition("## Bytes on the wire")[2]
+    table = {line.split("|")[1].strip(): line.strip("|").split("|") for line in page.splitlines() if line[:1] == "|"}
+    with (HERE / "benchmarks/results/round-bytes.csv").open() as file:
+        counted = [row for row in csv.DictReader(file) if (row["updates"], row["values"]) == ("independent", "float32")]
+    assert len(counted) == 9
+    for row in counted:
+        cells = [cell.strip() for cell in table[f"{names[row['model']]}, {row['method']}"]]
+        assert float(cells[4]) == pytest.approx(float(row["together"]), rel=2e-3)
+        assert float(cells[5]) == float(row["printed"])
+        assert float(cells[6].rstrip("%")) == pytest.approx(100 * float(row["union"]), abs=0.06)
+        for cell, way in zip(cells[1:3], ("up", "down"), strict=True):
+            assert sum(map(float, cell.split("+"))) == pytest.approx(float(row[way]), rel=3e-3)
+        if row["method"] == "dense":
+            assert cells[7].startswith("agrees")
+            assert float(row["together"]) == pytest.approx(float(row["printed"]), rel=1e-3)
 
 
 CLIENTS = {"LeNetZhu": "lenet-zhu", "Scheliga CNN": "scheliga-cnn", "MNIST-Conv": "mnist-conv", "CNN6": "cnn6"}

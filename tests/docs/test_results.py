@@ -6,6 +6,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
 
+import pytest
+
 from gradveil.core.formatting import size
 
 HERE = Path(__file__).parents[2]
@@ -146,3 +148,28 @@ def test_every_recorded_file_states_its_random_streams():
     assert streams.keys() == {file.name for file in folder.iterdir() if file.is_file()} - {"README.md"}
     assert set(streams.values()) <= {"old", "current", "timing"}
     assert streams["accuracy-mnist.csv"] == "old"
+
+
+def test_the_shares_under_error_feedback_are_what_was_recorded():
+    page = (HERE / "docs/explanation/guarantees.md").read_text("utf-8").partition("### Error feedback")[2]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    rounds = lines[0][1:]
+    with (HERE / "benchmarks/results/feedback-residual.csv").open() as file:
+        recorded = {(row["defence"], row["round"]): row for row in csv.DictReader(file)}
+    columns = {
+        "`dgp`: γ of P": ("dgp", "gamma"),
+        "`adgp`: γ of P": ("adgp", "gamma"),
+        "largest ‖g‖² so far": ("dgp", "largest_gradient_squared"),
+        "Lemma 1, γ of round 1": ("dgp", "lemma_1_with_first_gamma"),
+        "Lemma 1, γ of this round": ("dgp", "lemma_1_with_this_gamma"),
+        "Theorem 2: mean ‖∇l‖²": ("dgp", "theorem_2_left"),
+        "its bound, γ of this round": ("dgp", "theorem_2_right"),
+    }
+    shown = {line[0]: line[1:] for line in lines}
+    for title, (defence, name) in columns.items():
+        for number, cell in zip(rounds, shown[title], strict=True):
+            near = 0.35 if "e" in cell else 0.1  # one digit, or two
+            assert float(cell) == pytest.approx(float(recorded[defence, number][name]), rel=near)
+    last = [recorded["dgp", number] for number in rounds]
+    assert [float(row["gamma"]) for row in last] == sorted(float(row["gamma"]) for row in last)
+    assert float(last[-1]["residual_squared"]) > float(last[-1]["lemma_1_with_first_gamma"])
