@@ -76,7 +76,9 @@ def test_knowledge_is_the_published_one():
     assert treated("vbia") == [drawn[0], Optimise(), *drawn[2:]]
     assert treated("gpia") == [*drawn[:4], Infer()]
     noise = treated("dpia")[2:4]
-    assert all(isinstance(how, Optimise) and how.weight > 0 and not how.signed for how in noise)
+    assert noise == [Optimise(weight=1.0, std=1.0)] * 2
+    assert treated("dpia(noise_std=0.02, noise_weight=0.1)")[2:4] == [Optimise(weight=0.1, std=0.02)] * 2
+    assert treated("cdia(additive=optimised, noise_std=0)")[2:4] == [Optimise(weight=1.0, std=0)] * 2
     assert treated("wiig") == [Known(), Known(), Known(), Known(), Infer()]
     assert treated("cdia") == [Optimise(weight=1e-4), Optimise(), None, None, Infer()]
     assert (treated("pig"), make_attack("pig").ignore, make_attack("pig").simulated_client) == (

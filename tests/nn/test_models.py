@@ -21,6 +21,7 @@ COUNTS = {
     "mnist-conv": 119_530,
     "scheliga-cnn": 65_962,
     "mnist-cnn-glaus": 35_900,
+    "mlp": 1_841_162,
     "vit": 1_609_216,
     "resnet18": 11_181_642,
     "resnet34": 21_289_802,

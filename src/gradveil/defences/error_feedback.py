@@ -112,6 +112,17 @@ class Feedback(Transform, HasMessages):
         return None if settings is None else {"inner": replace(self.inner, **settings)}  # pyright: ignore
 
 
+def residual_of(send: Transform | None, state: Mapping[str, Tensor]) -> Tensors | None:
+    """Return the residual in a client's state; None unless error feedback is the last stage before sending.
+
+    There P = sent + residual is what was compressed, since the residual is what was left out of it.
+    """
+    name, last = send.stages[-1] if isinstance(send, Chain) and send.stages else ("transform", send)
+    if not isinstance(last, Feedback):
+        return None
+    return select(state, f"send.{name}.residual" if isinstance(send, Chain) else "send.residual")
+
+
 def _parts(transform: Transform) -> list[tuple[str, Transform]]:
     """List the transforms inside, chains taken apart."""
     if not isinstance(transform, Chain):

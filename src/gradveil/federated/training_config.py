@@ -264,6 +264,9 @@ class TrainConfig(Rounds):
     """Stop after this many rounds without a lower mean validation loss. None: train all rounds."""
     pace: list[PaceConfig] = []
     """Changes of the step size; each counts until the next one."""
+    evaluation_noise: bool = False
+    """Draw the noise of bottlenecks (PRECODE, CVB) for validation and test losses and accuracies too, as published
+    programs do. False: the mean takes its place."""
     defences: Annotated[list[Name], Field(min_length=1)] = ["none"]
     """Defences, or a paper's table: `PAPER/TABLE`."""
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0]
@@ -291,7 +294,10 @@ class TrainConfig(Rounds):
 
     def resolved(self) -> dict[str, Any]:
         """Return every setting, defaults included, as plain values."""
-        return self.model_dump(mode="json")
+        plain = self.model_dump(mode="json")
+        if not self.evaluation_noise:
+            del plain["evaluation_noise"]  # trainings from before this setting keep their hash
+        return plain
 
     @property
     def growing(self) -> tuple[str, ...]:

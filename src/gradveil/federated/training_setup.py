@@ -31,8 +31,17 @@ from gradveil.nn.weight_files import misfits, put_weights, read_weights
 from gradveil.runs.run_folder import digest
 
 
-def open_images(config: DataConfig, data_dir: Path | None, gallery: int | None, column: str | None = None) -> Splits:
-    """Load the data of a run, with `gallery` images of the targets' split (None for all); errors name the data."""
+def open_images(
+    config: DataConfig,
+    data_dir: Path | None,
+    gallery: int | None,
+    column: str | None = None,
+    client_seed: int | None = None,
+) -> Splits:
+    """Load the data of a run, with `gallery` images of the targets' split (None for all); errors name the data.
+
+    With `client_seed` the targets' images are training images of one client, see `load`.
+    """
     try:
         return load(
             config.name,
@@ -45,6 +54,7 @@ def open_images(config: DataConfig, data_dir: Path | None, gallery: int | None, 
             image_column=config.image_column,
             label_column=config.label_column,
             column=column,
+            client_seed=client_seed,
         )
     except GradveilError as error:
         raise GradveilError(
@@ -180,6 +190,7 @@ class TrainingSetting:
             0.0 if trial.central else config.absent,
             config.patience,
             pace=tuple((entry.after, entry.times) for entry in config.pace),
+            evaluation_noise=config.evaluation_noise,
             together=config.together,
         )
 

@@ -1,8 +1,8 @@
 """Recorded measurements of the papers' cells: the scores of every image, and what each measurement took.
 
-`KEY/RUN.csv` holds one line per image (or per training), `KEY/measurements.csv` one line per measurement. A rate is
-always computed from the images' lines, never recorded. The records lie in the repository, in
-`benchmarks/results/papers`, and not in the installed package.
+`KEY/RUN.csv` holds one line per image (or per training), `KEY/measurements.csv` one line per measurement. Rates are
+computed from the images' lines; the index repeats them, and records whose two numbers differ are refused. The records
+lie in the repository, in `benchmarks/results/papers`, and not in the installed package.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from gradveil.audit.attack_selection import trials
@@ -23,7 +24,7 @@ from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.audit_run import machine as describe_machine
 from gradveil.audit.result_rows import Row
 from gradveil.audit.run_directory import AUDIT, load_run
-from gradveil.core.errors import fail
+from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.private_files import write_private
 from gradveil.federated.training_run import is_training, load_training
 from gradveil.papers.study import SCALES
@@ -31,6 +32,10 @@ from gradveil.papers.study import SCALES
 RECORDS = Path("benchmarks") / "results" / "papers"
 """Where the records lie in the repository."""
 INDEX = "measurements.csv"
+_SUMMED = ("recovered", "ssim", "accuracy")
+"""Scores whose mean the index repeats."""
+_POINTS = 200
+"""Most points of a curve over rounds."""
 _SCORES = ("recovered", "ssim", "psnr", "mse", "lpips", "identified", "ssim_transformed")
 
 
@@ -49,7 +54,7 @@ class Record:
     seconds: float | None
     """Working time, summed over processes."""
     baseline: float | None
-    """Rate of images that the best guess recovers without the update."""
+    """Rate of images that the best guess recovers without the update; of a training, the share of the largest class."""
     seed: str
     """The seeds, separated by spaces."""
     date: str
@@ -63,6 +68,17 @@ class Record:
     """One line per image or training."""
 
     @property
+    def count(self) -> int:
+        """Number of images, or of trainings."""
+        return len(self.scores)
+
+    @property
+    def result(self) -> str:
+        """The mean of each score, as it stands in the index: the rate of recovered images, the mean SSIM, ..."""
+        means = ((name, [float(f"{value:.5g}") for value in self.values(name)]) for name in _SUMMED)  # as written
+        return " ".join(f"{name}={fmean(values):.4f}" for name, values in means if values)
+
+    @property
     def place(self) -> tuple[str, str, str]:
         """What is measured."""
         return self.run, self.defence, self.attack
@@ -72,7 +88,7 @@ class Record:
         return [float(line[name]) for line in self.scores if line.get(name) not in (None, "")]
 
 
-_FACTS = tuple(entry.name for entry in fields(Record) if entry.name != "scores")
+_FACTS = (*(entry.name for entry in fields(Record) if entry.name != "scores"), "count", "result")
 
 
 def read_run(folder: Path, run: str, scale: str, defence: str) -> Iterator[Record]:
@@ -128,6 +144,7 @@ def _trainings(folder: Path, run: str, scale: str, defence: str) -> Iterator[Rec
         {
             **{name: row[name] for name in ("seed", "status", "accuracy", "loss", "rounds")},
             "best_accuracy": max(record["accuracy"] for record in row["curve"]),
+            "curve": _curve(row["curve"]),
         }
         for row in summaries
         if row["accuracy"] is not None
@@ -136,7 +153,14 @@ def _trainings(folder: Path, run: str, scale: str, defence: str) -> Iterator[Rec
     seconds = sum(row["seconds"] * row["rounds"] for row in summaries if row["seconds"] is not None)
     rounds = max(row["rounds"] for row in summaries)
     facts = (" ".join(str(row["seed"]) for row in summaries), *_facts(training.info))
-    yield Record(run, defence, "", scale, status, rounds, seconds, None, *facts, tuple(lines))
+    yield Record(run, defence, "", scale, status, rounds, seconds, summaries[0]["constant"], *facts, tuple(lines))
+
+
+def _curve(points: Sequence[Mapping[str, Any]]) -> str:
+    """Write the accuracy over the rounds as `round:accuracy`, evenly thinned, the last round included."""
+    step = -(-len(points) // _POINTS)
+    kept = [point for point in points if (len(points) - point["number"]) % step == 0] if points else []
+    return " ".join(f"{point['number']}:{point['accuracy']:.4f}" for point in kept)
 
 
 def _facts(info: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
@@ -225,7 +249,7 @@ def _short(value: Any) -> Any:
 
 
 def read(folder: Path) -> list[Record]:
-    """Read the recorded measurements in the folder of a paper's records."""
+    """Read the measurements in the folder of a paper's records; refuse results that their scores do not give."""
     index = folder / INDEX
     if not index.is_file():
         return []
@@ -234,7 +258,18 @@ def read(folder: Path) -> list[Record]:
     for run in {line["run"] for line in facts}:
         for line in _read_lines(folder / f"{run}.csv"):
             scores.setdefault((run, line["defence"], line["attack"]), []).append(line)
-    return [_recorded(line, scores.get((line["run"], line["defence"], line["attack"]), [])) for line in facts]
+    records = [_recorded(line, scores.get((line["run"], line["defence"], line["attack"]), [])) for line in facts]
+    refuse([problem for line, record in zip(facts, records, strict=True) for problem in _contradictions(line, record)])
+    return records
+
+
+def _contradictions(line: Mapping[str, str], record: Record) -> Iterator[Problem]:
+    """Compare a line of the index with its images; records from before these columns have none."""
+    for name, value in (("count", str(record.count)), ("result", record.result)):
+        if line.get(name, value) != value:
+            where = f"{record.run}: {record.defence}, {record.attack or 'training'}"
+            problem = f"{name} is '{line[name]}' in {INDEX}, but the lines of {record.run}.csv give '{value}'"
+            yield Problem(where, problem, "restore both files, or measure it again")
 
 
 def _read_lines(file: Path) -> list[dict[str, str]]:

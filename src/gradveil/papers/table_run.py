@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from gradveil.audit.audit_run import run as run_audit
 from gradveil.audit.audit_run import site as audit_site
 from gradveil.audit.display import Screen
 from gradveil.audit.preflight import open_experiment
-from gradveil.audit.run_directory import Store
+from gradveil.audit.run_directory import AUDIT, Store
 from gradveil.audit.run_file import assemble, assemble_training
 from gradveil.audit.trial import sharing
-from gradveil.core.errors import Problem, refuse
+from gradveil.core.errors import GradveilError, Problem, refuse
+from gradveil.data import load
 from gradveil.federated.training_config import TrainConfig
 from gradveil.federated.training_run import TRAINING_RUN
 from gradveil.federated.training_run import describe as describe_training
@@ -63,13 +64,44 @@ class RowRun:
         """Whether it is a training."""
         return self.study.content.runs[self.run].kind == "train"
 
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """What is measured, as in its record."""
+        return self.run, self.defence, self.attack
+
+    @property
+    def title(self) -> str:
+        """Name the run, the defence and the attack."""
+        return f"{self.run}: {self.defence}, {f'against {self.attack}' if self.attack else 'training'}"
+
+    @property
+    def data(self) -> str:
+        """The name of its data."""
+        return self.config().data.name
+
+    def has_data(self, data_dir: Path | None) -> bool:
+        """Return whether its data can be read."""
+        try:
+            load(self.data, size=32, data_dir=data_dir, limit_public=1, limit_private=1)
+        except GradveilError:
+            return False
+        return True
+
+    def finished(self, root: Path) -> list[Record]:
+        """Read it if it is finished with these settings, below a folder of paper runs."""
+        kind = TRAINING_RUN if self.trains else AUDIT
+        if not kind.exists(root / self.folder):
+            return []
+        same = kind.read(root / self.folder)["config_hash"] == self.config().digest()
+        records = self.measured(root) if same else []
+        return records if all(record.status != "unfinished" for record in records) else []
+
     def config(self) -> RunConfig | TrainConfig:
         """Return its settings at its scale."""
         kind = "train" if self.trains else "audit"
         raw: dict[str, Any] = {
             "name": f"{self.study.key}-{self.run}",
-            **self.study.content.runs[self.run].settings,
-            **self.study.content.scales[self.scale].get(kind, {}),
+            **self.study.content.runs[self.run].at(self.scale, self.study.content.scales[self.scale].get(kind, {})),
             "defences": [self.defence],
         }
         if self.trains:
@@ -115,6 +147,15 @@ def _command(key: str, table: str, scale: Scale, cells: Sequence[Cell], changes:
         values = dict.fromkeys(getattr(cell, name) for cell in cells)
         words += [f"--{name}s", *values] if all(values) else []
     return shlex.join([*words, *(word for change in changes for word in ("--set", change))])
+
+
+def stand_in_data(row: RowRun) -> RowRun:
+    """Return a run on bundled images: digits, or patches of photographs where colour images are only attacked."""
+    coloured = row.data != "mnist"
+    if coloured and not row.trains:  # patches have no labels to learn
+        return replace(row, changes=(*row.changes, "data.name=patches"))
+    changes = ["data.name=digits", *(["data.channels=3"] if coloured else [])]
+    return replace(row, changes=(*row.changes, *changes))
 
 
 def _unknown(key: str, given: Collection[str], cells: Sequence[Cell]) -> Iterator[Problem]:

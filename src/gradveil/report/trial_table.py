@@ -147,6 +147,20 @@ COLUMNS: tuple[Column[Row], ...] = (
         _sum("cosine_promised"),
         number,
     ),
+    Column(
+        "mse_taylor",
+        "Taylor MSE",
+        "error of Proposition 1 in Xue et al. 2024: first order, for attackers who match the whole pruned update",
+        _sum("mse_taylor"),
+        number,
+    ),
+    Column(
+        "below_taylor",
+        "Below it",
+        "targets that were reconstructed with a lower error than that",
+        _sum("below_taylor"),
+        number,
+    ),
     text_column("proven", "Proven", "epsilon, where the run describes its training", lambda row: proven(row.info)),
     Column(
         "objective_initial",
@@ -206,6 +220,7 @@ COLUMNS: tuple[Column[Row], ...] = (
 
 _OPTIONAL = {"lpips", "mse_bound", "objective_truth", "identified", "iterations_per_second", "restarts", "params"}
 _OPTIONAL |= {"first_order_utility", "second_order_utility", "gamma_1", "cosine_worst", "cosine_promised"}
+_OPTIONAL |= {"mse_taylor", "below_taylor"}
 _OPTIONAL |= {*TRAINED_ON.values()}
 _OPTIONAL |= {
     "trained",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from gradveil.attacks.inversion.distances import statistics_wanted
 from gradveil.attacks.inversion.image_sources import INPUTS, TARGETS
 from gradveil.attacks.inversion.inversion_settings import InversionSettings
 from gradveil.attacks.inversion.problem import InversionProblem
+from gradveil.attacks.inversion.rehearsal import prepare, rehearse
 from gradveil.attacks.inversion.solve import rows_at_once, search_rows
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.labels import label_problems
@@ -69,6 +71,10 @@ class Inversion(InversionSettings):
         plan: Sequence[int] = (),
     ) -> Reconstruction:
         """Reconstruct every target client's batch from the observed updates."""
+        if self.variants:
+            chosen, remark = self.rehearsed(observations, simulated_client, knowledge, key)
+            found = chosen(observations, simulated_client, knowledge, key, progress, plan)
+            return replace(found, remarks=(*found.remarks, remark))
         began = time.perf_counter()
         problem = InversionProblem(self, observations, simulated_client, knowledge, key)
         problem.learn()
@@ -85,6 +91,18 @@ class Inversion(InversionSettings):
             done += size
         result = _reconstruction(self, problem, joined(parts), time.perf_counter() - began, chunks)
         return undone(result, simulated_client, knowledge) if self.undo else result
+
+    def rehearsed(
+        self, observations: Sequence[Observation], simulated_client: Client, knowledge: Knowledge, key: Key
+    ) -> tuple[Inversion, Remark]:
+        """Choose the variant that finds most on simulated clients, and say which."""
+        key = key.child(Stream.REHEARSAL)
+
+        def run(attack: InversionSettings, seen: Sequence[Observation], told: Knowledge) -> Reconstruction:
+            return cast("Inversion", attack)(seen, simulated_client, told, key)
+
+        chosen, remark = rehearse(self, prepare(observations, simulated_client, knowledge, key), run)
+        return cast("Inversion", chosen), remark
 
     def plan(
         self, observations: Sequence[Observation], simulated_client: Client, knowledge: Knowledge, key: Key
