@@ -51,6 +51,18 @@ def test_server_adaptive_optimisers_follow_their_formula(optimiser):
         assert params["w"].item() == pytest.approx(p, rel=1e-12)
 
 
+def test_server_adam_with_corrections_is_that_of_torch():
+    weight = torch.zeros(3, dtype=torch.float64)
+    optimiser = torch.optim.Adam([weight], lr=1e-3, eps=1e-8)
+    server = Server("adam", lr=1e-3, betas=(0.9, 0.999), tau=1e-8, corrected=True)
+    params, state = {"w": weight.clone()}, server.init({"w": weight})
+    for number in range(6):
+        weight.grad = torch.randn(3, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+        optimiser.step()
+        params, state = server.step(params, {"w": weight.grad}, state)
+        torch.testing.assert_close(params["w"], weight)
+
+
 def test_server_angles_reduce_the_weight_of_deviating_clients():
     """FedAdp: the weights are n exp(5 (1 - exp(-exp(-5 (angle - 1))))); a client's angles are averaged over rounds."""
     server = Server(weights="angles")

@@ -29,7 +29,8 @@ class Server(Checked):
     `sgd`: v <- momentum v + D, p <- p - lr v; with lr = 1 and no momentum this is FedAvg. `adam`, `yogi`, `adagrad`
     (Reddi et al. 2021, Adaptive Federated Optimization, Algorithm 2): m <- b1 m + (1 - b1) D and p <- p - lr m /
     (sqrt(v) + tau), where v starts at tau^2 and becomes b2 v + (1 - b2) D^2, or v - (1 - b2) D^2 sign(v - D^2), or
-    v + D^2.
+    v + D^2. With `corrected`, Adam has the bias corrections of Kingma and Ba 2015: v starts at zero, and m and v are
+    divided by 1 - b^t in round t. Without them the first rounds move several times as far.
 
     `weights="angles"` gives more weight to clients whose updates point in the direction of the mean (Wu and Wang 2021,
     Fast-Convergent Federated Learning with Adaptive Weighting).
@@ -41,6 +42,7 @@ class Server(Checked):
     betas: tuple[float, float] = (0.9, 0.99)
     tau: Annotated[Positive, "Number that is added to the root of the second moments."] = 1e-3
     weights: Annotated[Weights, "Weights of the clients in the mean."] = "examples"
+    corrected: Annotated[bool, "Correct Adam's moments for their start at zero."] = False
     label: ClassVar[str] = "server"
 
     def conflicts(self, sound: bool) -> Iterator[Problem]:
@@ -50,14 +52,17 @@ class Server(Checked):
         if self.momentum and self.optimiser != "sgd":
             remedy = f"leave it out: beta1, the first of betas, is the momentum of {self.optimiser}"
             yield Problem("server.momentum", f"has no effect with '{self.optimiser}'", remedy)
+        if self.corrected and self.optimiser != "adam":
+            yield Problem("server.corrected", f"has no effect with '{self.optimiser}'", "leave it out: it is Adam's")
 
     def init(self, sent: Mapping[str, Tensor]) -> Tensors:
         """Return the state before the first round, for parameters of these shapes."""
         if self.optimiser == "sgd":
             return under("m", tmap(torch.zeros_like, sent)) if self.momentum else {}
-        return under("m", tmap(torch.zeros_like, sent)) | under(
-            "v", tmap(lambda p: torch.full_like(p, self.tau**2), sent)
-        )
+        zero = tmap(torch.zeros_like, sent)
+        if self.corrected:
+            return {**under("m", zero), **under("v", zero), "rounds": torch.zeros((), dtype=torch.float64)}
+        return under("m", zero) | under("v", tmap(lambda p: torch.full_like(p, self.tau**2), sent))
 
     def mean(
         self, updates: Mapping[int, Tensors], examples: Mapping[int, int], state: Tensors
@@ -91,7 +96,11 @@ class Server(Checked):
                 second = tmap(lambda v, d: v - (1 - b2) * d * d * torch.sign(v - d * d), second, mean)
             else:
                 second = tmap(lambda v, d: v + d * d, second, mean)
-            move = tmap(lambda m, v: m / (v.sqrt() + self.tau), first, second)
+            of_m = of_v = 1.0
+            if self.corrected:
+                state = {**state, "rounds": state["rounds"] + 1}
+                of_m, of_v = (1 - beta ** float(state["rounds"]) for beta in self.betas)
+            move = tmap(lambda m, v: m / of_m / ((v / of_v).sqrt() + self.tau), first, second)
         moved = {name: value - self.lr * move[name] if name in move else value for name, value in params.items()}
         return moved, state | under("m", first) | under("v", second)
 

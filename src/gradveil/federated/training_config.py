@@ -201,12 +201,20 @@ class ServerConfig(Section):
     """Constant in the denominator, for FedOpt."""
     weights: Literal["examples", "uniform", "angles"] = "examples"
     """Weights of the mean: numbers of examples, equal, or by angles (FedAdp)."""
+    corrected: bool = False
+    """Correct the moments for their start at zero, as Adam does and FedAdam does not. For `adam`."""
+
+    @model_serializer(mode="wrap")
+    def _without_later_default(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit the later setting where it is not set, so that runs from before it keep their hash."""
+        return {key: value for key, value in written(self).items() if key != "corrected" or value}
 
     def build(self, local: bool) -> Server:
         """Return the server for clients that train locally, or send gradients."""
         usual = 0.03 if self.optimiser != "sgd" else 1.0 if local else 0.1
         lr = usual if self.lr is None else self.lr
-        return Server(self.optimiser, lr, self.momentum, (self.beta1, self.beta2), self.tau, self.weights)
+        betas = self.beta1, self.beta2
+        return Server(self.optimiser, lr, self.momentum, betas, self.tau, self.weights, self.corrected)
 
 
 class Rounds(Section):

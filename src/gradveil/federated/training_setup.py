@@ -284,7 +284,7 @@ _COUNTS_FOR = {
         "options": ("flwr",),
         "shuffle": ("flwr",),
     },
-    "server": {"beta1": _ADAPTIVE, "beta2": _ADAPTIVE[:2], "tau": _ADAPTIVE},
+    "server": {"beta1": _ADAPTIVE, "beta2": _ADAPTIVE[:2], "tau": _ADAPTIVE, "corrected": _ADAPTIVE[:1]},
 }
 """Settings that have an effect only for some kinds of their table."""
 
