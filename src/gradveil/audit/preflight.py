@@ -137,7 +137,8 @@ def _obstacles(experiment: Experiment) -> Iterator[Problem | _Meeting]:
         what = (
             f"{config.target_clients} clients from number {config.first_target_client} with {size} examples each need "
         )
-        which = f"those that are {experiment.private.classes[0]}s" if available < len(experiment.private) else _TARGETS
+        which = _TARGETS[config.target_images]
+        which = f"those that are {experiment.private.classes[0]}s" if available < len(experiment.private) else which
         what += f"{config.images_needed} images, '{config.data.name}' has {available} for targets: {which}"
         remedy = (
             f"lower target clients, first_target_client or client.batch; at most {available // size} target clients"
@@ -182,14 +183,18 @@ def _obstacles(experiment: Experiment) -> Iterator[Problem | _Meeting]:
                 return
 
 
-_TARGETS = "those of its test split, or every fourth of a class where it has none"
+_TARGETS = {
+    "test": "those of its test split, or every fourth of a class where it has none",
+    "client": "a tenth of its training split, which one of ten clients holds",
+}
 
 
 def _for_targets(experiment: Experiment) -> int:
     """Count the images that target clients may hold: bundled data may keep some to test a model only."""
     entry = DATASETS.get(experiment.config.data.name)
     whole = len(experiment.private)
-    return whole if entry is None or entry.targets is None or experiment.config.train else min(entry.targets, whole)
+    elsewhere = experiment.config.train or experiment.config.target_images == "client"
+    return whole if entry is None or entry.targets is None or elsewhere else min(entry.targets, whole)
 
 
 def _weight_problems(experiment: Experiment, client: Client, index: int) -> Iterator[Problem]:
@@ -285,7 +290,8 @@ def _source(
         return training, training.public.subset(range(len(training.public))[: config.data.public]), training.private
     images = config.images_needed + speaking * max(client.examples for client in config.client)
     gallery = None if config.data.gallery is None else max(config.data.gallery, images)
-    splits = open_images(config.data, data_dir, gallery)
+    seed = config.seeds[0] if config.target_images == "client" else None
+    splits = open_images(config.data, data_dir, gallery, client_seed=seed)
     return Source(), splits.public, splits.private
 
 

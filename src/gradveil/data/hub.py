@@ -308,19 +308,20 @@ def two_splits(opened: dict[str, SourceSplit]) -> tuple[SourceSplit, SourceSplit
     is_private = np.zeros(len(only.labels), dtype=bool)
     for indices in by_class.values():
         is_private[indices[3::4] or indices[1:][-1:]] = True
-    return _pick(only, np.flatnonzero(~is_private)), _pick(only, np.flatnonzero(is_private))
+    return pick(only, np.flatnonzero(~is_private)), pick(only, np.flatnonzero(is_private))
 
 
-def _pick(rows: SourceSplit, indices: NDArray[Any]) -> SourceSplit:
+def pick(rows: SourceSplit, indices: NDArray[Any]) -> SourceSplit:
+    """Return some rows of a split, in this order."""
     chosen = indices.tolist()
 
-    def pick(values: Sequence[Any]) -> list[Any]:
+    def of_chosen(values: Sequence[Any]) -> list[Any]:
         return [values[index] for index in chosen]
 
     return rows._replace(
-        labels=pick(rows.labels),
+        labels=of_chosen(rows.labels),
         decode=lambda wanted: rows.decode([chosen[index] for index in wanted]),
-        column=lambda name: pick(rows.column(name)),
+        column=lambda name: of_chosen(rows.column(name)),
     )
 
 
