@@ -28,9 +28,11 @@ from gradveil.attacks.closed_form.independent_images import (
     spanned,
     whitening,
 )
+from gradveil.attacks.closed_form.likeliest_batch import NoisyBatch
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.knowledge import How, Infer, Knowledge
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, Remark, in_closed_form
+from gradveil.attacks.undo_batch_defence import prior_of
 from gradveil.client import Client
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
@@ -97,8 +99,14 @@ class Unmix(Checked):
         mixture = _MixedGradients(layer, seen, client, knowledge.space)
         relu = self.exact == "auto" and _zeros_where_negative(client, seen.params, layer, knowledge.space.shape)
         images, certified, count = mixture.separated(relu, key)
-        inputs = mixture.clamp(images).unflatten(2, knowledge.space.shape).to(next(iter(seen.params.values())))
+        inputs = mixture.inputs(images)
         targets = _labels(inputs, seen, client, knowledge.classes)
+        if client.local is None and not mixture.masked:  # errors of local steps are sums over changing models
+            unproven = (place for place in range(len(count)) if certified[place] < count[place])
+            for place in unproven:
+                images[place] = mixture.likeliest(place, images[place], targets[place], knowledge)
+            inputs = mixture.inputs(images)
+            targets = _labels(inputs, seen, client, knowledge.classes)
         objective = self.evaluate(observations, client, replace(knowledge, targets=targets), key, inputs, {})
         result = in_closed_form(inputs, targets, objective, mixture.finite, began, progress)
         match = self.match(observations, client, replace(knowledge, targets=targets), key, inputs, {})
@@ -161,7 +169,8 @@ class _MixedGradients:
     """The first layer's gradients of V target clients, with the pixels in the order of an image."""
 
     def __init__(self, layer: InputEquations, seen: Observation, client: Client, space: Space) -> None:
-        self.seen, self.space, self.examples = seen, space, seen.examples
+        self.seen, self.space, self.examples, self.client, self.layer = seen, space, seen.examples, client, layer
+        self.masked = False
         sent = seen.update[layer.weight].flatten(2).double()
         self.gradient = torch.zeros_like(sent).index_copy_(2, layer.pixels[0], sent)
         self.bias = layer.read(seen.update[layer.errors])[:, 0].double()
@@ -184,13 +193,30 @@ class _MixedGradients:
         of_bias = next((v for n, v in masks.items() if n.endswith(f".mask.{layer.errors}")), None)
         if of_weight is not None:
             known = torch.zeros_like(self.gradient).index_copy_(2, layer.pixels[0], of_weight.flatten(2).double())
-            self.gradient = completed(self.gradient, known > 0, self.examples)
+            self.gradient, self.masked = completed(self.gradient, known > 0, self.examples), True
         if of_bias is not None:
             self.bias = torch.where(layer.read(of_bias)[:, 0] > 0, self.bias, torch.nan)
 
     def clamp(self, images: Tensor) -> Tensor:
         """Cut images [..., n] to valid values."""
         return torch.clamp(images.nan_to_num(0.0), self.lower, self.upper)
+
+    def inputs(self, images: Tensor) -> Tensor:
+        """Return images [V, B, n] as valid inputs of the model."""
+        like = next(iter(self.seen.params.values()))
+        return self.clamp(images).unflatten(2, self.space.shape).to(like)
+
+    def likeliest(self, place: int, images: Tensor, targets: Tensor, knowledge: Knowledge) -> Tensor:
+        """Return the likeliest images [B, n] of one client behind noise, starting from separated ones."""
+        rank = min(self.examples, *(side - 1 for side in self.gradient.shape[1:]))
+        noise = float(spanned(self.gradient[place : place + 1], rank).noise)
+
+        def errors(flat: Tensor) -> Tensor:
+            return _errors(self.client, self.seen.params, self.layer, self.inputs(flat.unsqueeze(0))[0], targets)
+
+        prior = prior_of(replace(knowledge, public=None), images)
+        batch = NoisyBatch(self.gradient[place], noise, errors, prior, self.lower, self.upper, self.space.shape)
+        return batch.likeliest(images)
 
     def features(self, rows: Tensor) -> Tensor:
         """Return the pixel differences of rows [..., n], in units of the range of valid values."""
@@ -263,22 +289,35 @@ def _zeros_where_negative(client: Client, params: Tensors, layer: InputEquations
     """Return whether the errors at the layer's outputs are zero exactly where the outputs are negative: a ReLU."""
     weight = params[layer.weight]
     probes = torch.linspace(-1, 1, _PROBES * prod(shape)).mul(997.0).sin().view(_PROBES, *shape).to(weight)
+    errors, outputs = _backward(client, params, layer, probes, lambda answers: answers.flatten(1).logsumexp(1))
+    negative = outputs < 0
+    return bool(negative.any()) and bool(((errors == 0) == negative).double().mean() > 0.99)
+
+
+def _errors(client: Client, params: Tensors, layer: InputEquations, images: Tensor, targets: Tensor) -> Tensor:
+    """Return the errors [h, B] that images [B, ...] cause at the first layer's outputs."""
+    errors, _ = _backward(client, params, layer, images, lambda answers: client.loss(answers, targets))
+    return errors.mT.double()
+
+
+def _backward(
+    client: Client, params: Tensors, layer: InputEquations, images: Tensor, loss: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of a summed loss at the first layer's outputs, and the outputs: [B, h] each."""
     caught: list[Tensor] = []
 
     def catch(_module: nn.Module, _inputs: object, output: Tensor) -> None:
         caught.append(output)
 
     hook = at(client.model, layer.path).register_forward_hook(catch)
-    live = {**client.objective.buffers(), **params, layer.weight: weight.detach().clone().requires_grad_()}
+    weight = params[layer.weight].detach().clone().requires_grad_()
     try:
         with evaluating(client.model), torch.enable_grad():
-            answers = call_on(client.model, live, probes)
-            loss = (answers.flatten(1).logsumexp(1) - answers.flatten(1)[:, 0]).sum()
-            (errors,) = torch.autograd.grad(loss, caught[0])
+            answers = call_on(client.model, {**client.objective.buffers(), **params, layer.weight: weight}, images)
+            (errors,) = torch.autograd.grad(loss(answers).sum(), caught[0])
     finally:
         hook.remove()
-    negative = caught[0] < 0
-    return bool(negative.any()) and bool(((errors == 0) == negative).double().mean() > 0.99)
+    return errors.flatten(1), caught[0].detach().flatten(1)
 
 
 def _labels(inputs: Tensor, seen: Observation, client: Client, classes: int) -> Tensor:
