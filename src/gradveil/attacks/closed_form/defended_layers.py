@@ -179,7 +179,7 @@ def _descended(
     Returns the images and their misfit [V] in nats an entry.
     """
     noisy = any(layer.weight.noise > 0 for layer in layers)
-    settled = torch.stack([layer.settled for layer in layers]).any(0)
+    settled = torch.stack([layer.settled for layer in layers]).any(0) | (not any(layer.link.cuts for layer in layers))
     rows, rest = torch.arange(len(images), device=images.device), images.new_full((len(images),), torch.inf)
     for number in range(1 if noisy else _PASSES):
         search = HeldErrors([layer.of(rows) for layer in layers], params, partial(loss, rows), bounds)
