@@ -18,7 +18,7 @@ PYTEST := $(QUIET) $(BIN)/python -m pytest -q
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help audit test test-processes lint format docs browser clean
+.PHONY: help audit test test-processes papers-quick lint format docs browser clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ test-processes: $(VENV)/.dev browser ## run the tests that start other processes
 	  if [ $$code -eq 5 ] && [ -z '$(ARGS)' ] && ! grep -rqs 'mark\.processes' tests --include='test_*.py'; then \
 	    echo "test-processes: 0 tests ran, none is marked 'processes'"; \
 	  else exit $$code; fi; }
+
+papers-quick: $(VENV)/.core ## run every table of the five papers at quick scale (up to an hour)
+	@$(QUIET) $(BIN)/python -m benchmarks.papers_quick $(ARGS)
 
 lint: $(VENV)/.dev ## check style, formatting and types
 	@failed=0; \

@@ -35,7 +35,7 @@ from gradveil.federated.parallel_clients import groups
 from gradveil.nn.models import build
 
 STEPS = 5
-DEFENCES = ("none", "dp(clip=1, sigma=0.1)", "dgp(feedback=true)")
+DEFENCES = ("none", "dp(clip=1, sigma=0.1)", "dgp")
 CHANNELS = {"lenet-zhu": 1, "scheliga-cnn": 1, "cnn6": 3, "mnist-conv": 1, "resnet18": 3}
 
 

@@ -45,7 +45,7 @@ DEFENCES = (
     "none",
     "gaussian(0.01)",
     "topk(0.2, feedback=true)",
-    "dgp(feedback=true)",
+    "dgp",
     "standin",
     "dgc",
     "dp(clip=1, sigma=0.01)",

@@ -1,4 +1,4 @@
-"""MkDocs hook: writes tables from the settings, pages from notebooks and docstrings, all without torch."""
+"""MkDocs hook: writes tables from the settings, pages from notebooks and docstrings. Only papers need torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ FACES = (
     "gradveil.metrics",
     "gradveil.data",
     "gradveil.federated",
+    "gradveil.papers",
     "gradveil.integrations.flower",
     "gradveil.nn",
     "gradveil.core",
@@ -374,6 +376,48 @@ def plain(text: str) -> str:
     return re.sub(r"\[/?bold\]", "", text).replace("\\[", "[").strip()
 
 
+def paper_claims() -> str:
+    """List the claims of the papers with their outcomes by our records."""
+    sys.path.insert(0, str(SRC))
+    from gradveil.papers import recorded_claims
+
+    return table(
+        ["paper", "claim", "setting", "outcome", "compared numbers", "tables"],
+        (
+            [
+                f"{each.study.content.authors.split(',')[0]} {each.study.content.year}",
+                each.claim.text,
+                each.claim.setting,
+                f"**{each.outcome}**",
+                each.basis,
+                ", ".join(each.tables),
+            ]
+            for each in recorded_claims()
+        ),
+    )
+
+
+def paper_cells() -> str:
+    """List every printed number of the papers next to ours, as a table that a script filters and sorts."""
+    sys.path.insert(0, str(SRC))
+    from gradveil.papers import recorded_cells
+
+    heads = ("paper", "table", "setting", "row", "number", "printed", "ours", "status", "floor", "adaptive", "measured")
+    parts = ['<div class="wide"><table id="paper-cells"><thead><tr>', *(f"<th>{head}</th>" for head in heads)]
+    parts.append("</tr></thead><tbody>")
+    for each in recorded_cells():
+        parts.append(f"<tr>{''.join(cell_of(*entry) for entry in each)}</tr>")
+    return "\n".join([*parts, "</tbody></table></div>"])
+
+
+def cell_of(text: str, small: str = "", sort: str = "") -> str:
+    """Write a cell of the browsable table: its text, a smaller text below, and what it is sorted by."""
+    below = f"<br><small>{escape(small)}</small>" if small else ""
+    key = f' data-key="{escape(text)}"' if small else ""
+    order = f' data-sort="{escape(sort)}"' if sort else ""
+    return f"<td{key}{order}>{escape(text)}{below}</td>"
+
+
 TABLES = {
     "attacks": attacks,
     "defences": defences,
@@ -382,6 +426,8 @@ TABLES = {
     "data": lambda: named("data"),
     "runs": lambda: named("runs"),
     "papers": papers,
+    "paper-claims": paper_claims,
+    "paper-cells": paper_cells,
     "metrics": metrics,
     "commands": commands,
     "audit": lambda: run_file("gradveil.audit.audit_config", "RunConfig"),

@@ -91,6 +91,22 @@ def test_ranks_and_thresholds_reduce_the_angle_to_the_gradient():
     assert thresholds[2] > 0.97 > ranks[2] > 0.94 > mean[2]
 
 
+def test_glaus_by_dlg_searches_labels_with_the_magnitudes_of_one_other_client():
+    """The paper's attacker is a client: magnitudes are those of its own gradient, in the order of the victim's hits."""
+    attack, scene = make_attack("glaus(search=dlg, magnitudes=client)"), pictures("scheliga-cnn", "digits", 1)
+    assert (attack.objective, attack.labels, type(attack.descent.stepper).__name__) == ("l2", "joint", "LBFGS")
+    client, seen = watched(scene, "standin + minmax(0.9)", 3)
+    knowledge = replace(scene.knowledge, public=PUBLIC)
+    own, mean = (
+        replace(attack, magnitudes=kind).pooled(seen, client, knowledge, Key(0)).update["head.weight"]
+        for kind in ("client", "mean")
+    )
+    assert torch.equal(own.sign(), mean.sign())
+    assert not torch.equal(own.abs(), mean.abs())
+    few = replace(attack, descent=replace(attack.descent, iterations=3), restarts=1)
+    assert few(seen, client, knowledge, Key(0)).inputs.shape == scene.truth.inputs.shape
+
+
 @pytest.mark.parametrize("estimate", ["mean", "ranks", "thresholds"])
 def test_estimates_do_not_depend_on_other_target_clients(estimate):
     """One target client sends too few entries of a layer to estimate its threshold."""

@@ -3,6 +3,8 @@
 from fnmatch import fnmatchcase
 
 import pytest
+import torch
+from scipy.ndimage import median_filter
 
 from gradveil.attacks.attack_catalogue import InversionEntry, make_attack
 from gradveil.attacks.inversion.cma_es import CMAES
@@ -12,6 +14,8 @@ from gradveil.attacks.inversion.optimisers import LBFGS, Adam, RMSprop
 from gradveil.attacks.inversion_presets import grnn
 from gradveil.attacks.knowledge import Infer, Known, Optimise
 from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from tests.attacks.small_experiments import tiny
 
 SIGNED = Adam(lr=1.0, sign="signed")
 SCHELIGA = Descent(SIGNED, Plateau(patience=400, factor=0.1), iterations=20_000, tolerance=1e-5, patience=4000)
@@ -48,6 +52,16 @@ def test_settings_are_the_published_ones(name):
     assert {field: getattr(attack, field) for field in PUBLISHED[name]} == PUBLISHED[name]
 
 
+def test_median_filters_the_images_that_are_found():
+    scene = tiny()
+    given = [scene.observation], scene.client, scene.knowledge, Key(0)
+    plain, filtered = (make_attack(f"ig(iterations=3{more})")(*given) for more in ("", ", median=true"))
+    images = plain.inputs.flatten(0, 1)
+    expected = torch.stack([torch.from_numpy(median_filter(each[0].numpy(), 3, mode="mirror")) for each in images])
+    torch.testing.assert_close(filtered.inputs.flatten(0, 1)[:, 0], expected)
+    assert torch.equal(filtered.objective, plain.objective)
+
+
 def test_knowledge_is_the_published_one():
     """The treatment of one tensor of each kind; only the gradient of images is signed."""
     names = ("model.a.dropout.mask", "model.a.cvb.eps", "send.noise.w", "step.noise.w", "send.prune.mask.w")
@@ -62,7 +76,9 @@ def test_knowledge_is_the_published_one():
     assert treated("vbia") == [drawn[0], Optimise(), *drawn[2:]]
     assert treated("gpia") == [*drawn[:4], Infer()]
     noise = treated("dpia")[2:4]
-    assert all(isinstance(how, Optimise) and how.weight > 0 and not how.signed for how in noise)
+    assert noise == [Optimise(weight=1.0, std=1.0)] * 2
+    assert treated("dpia(noise_std=0.02, noise_weight=0.1)")[2:4] == [Optimise(weight=0.1, std=0.02)] * 2
+    assert treated("cdia(additive=optimised, noise_std=0)")[2:4] == [Optimise(weight=1.0, std=0)] * 2
     assert treated("wiig") == [Known(), Known(), Known(), Known(), Infer()]
     assert treated("cdia") == [Optimise(weight=1e-4), Optimise(), None, None, Infer()]
     assert (treated("pig"), make_attack("pig").ignore, make_attack("pig").simulated_client) == (

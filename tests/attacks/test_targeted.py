@@ -15,7 +15,7 @@ from gradveil.audit.preflight import open_experiment
 from gradveil.audit.trial import recover
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError
-from gradveil.core.noise import Key
+from gradveil.core.noise import Key, Normal
 from gradveil.core.types import Batch
 from gradveil.defences import parse
 from gradveil.nn.module_paths import downstream
@@ -164,6 +164,19 @@ def test_additive_noise_is_neutral_or_optimised_and_masks_do_not_change():
         == make_attack("cdia(additive=neutral)").knowledge["step.*"]
     )
     assert make_attack("dpia(additive=neutral)").knowledge["step.*"] != dpia["step.*"]
+
+
+def test_optimised_noise_is_pulled_to_the_moments_of_its_own_law():
+    how, draws = make_attack("dpia").knowledge["send.*"], Key(0).generator()
+    own = torch.randn(3, 40, 50, generator=draws)
+    values = torch.stack([torch.zeros(40, 50), own[0], 3 * own[0], own[0] + 1])
+    nothing, drawn, wide, moved = how.prior(Normal(), values).tolist()
+    assert drawn < 1e-2
+    assert (nothing, wide, moved) == (pytest.approx(1), pytest.approx(4, abs=0.2), pytest.approx(1, abs=0.1))
+    with pytest.raises(GradveilError) as error:
+        make_attack("cdia(noise_std=1, noise_weight=1)")
+    for name, problem in zip(("noise_std", "noise_weight"), error.value.problems, strict=True):
+        assert name in f"{problem.where}: {problem.what}"
 
 
 def test_order_of_magnitudes_is_inferred_only_if_set():

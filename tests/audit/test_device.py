@@ -19,7 +19,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "pruning and bottlenecks": {
         "attacks": ["cdia(rounds=all)", "gi(labels=restore)", "learned(epochs=1)"],
-        "defences": ["dgp(feedback=true)", "precode", "none"],
+        "defences": ["dgp", "precode", "none"],
         "rounds": 2,
     },
     "malicious servers and others": {

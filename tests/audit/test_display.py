@@ -184,9 +184,22 @@ def test_the_table_has_the_strongest_attack_first() -> None:
     out.print(result_table(rows))
     lines = [line.split() for line in text(out).splitlines()]
     assert [line[:2] for line in lines[1:]] == [["none", "dlg"], ["none", "ig"], ["dgp", "ig"], ["dgp", "gi"]]
-    assert lines[1][2:] == ["–", "100%", "51–100%", "25%", "0.60", "10.0", "0.5", "effective"]
+    assert lines[1][2:] == ["–", "100%", "51–100%", "25%", "0.60", "±", "0.00", "10.0", "0.5", "effective"]
     assert lines[3][2:4] == ["adaptive", "0%"]
     assert lines[4][2:] == ["–", "failed"]
+
+
+def test_the_table_has_a_column_for_each_further_metric() -> None:
+    plain, scored = result("none", "dlg", 4), result("none", "ig", 1)
+    scored = Trial({**scored.info, "metrics": ["ssim_rescaled"]}, scored.records)
+    for record in scored.records:
+        for image in record["per_image"]:
+            image["ssim_rescaled"] = 0.75
+    out = console(terminal=False)
+    out.print(result_table([plain, scored]))
+    header, first, second = (line.split() for line in text(out).splitlines())
+    assert header[header.index("SSIM") + 1] == "ssim_rescaled"
+    assert (first[9:11], second[9:11]) == (["–", "10.0"], ["0.750", "10.0"])
 
 
 def test_rates_are_written_as_in_the_report() -> None:

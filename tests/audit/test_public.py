@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradveil.audit.preflight import open_experiment
 from gradveil.audit.result_rows import BASELINES
 from gradveil.core.errors import GradveilError
+from tests.audit.runs import config
 from tests.audit.test_api import ATTACK, audited, examples
 
 
@@ -68,3 +70,21 @@ def test_a_run_with_other_public_examples_is_not_resumed(tmp_path: Path) -> None
     audited(public=public(), **settings)
     with pytest.raises(GradveilError):
         audited(public=public(seed=6), **settings)
+
+
+def test_target_images_of_a_client_are_training_images_that_no_attacker_knows():
+    usual, own = (
+        open_experiment(config(data={"name": "digits", "size": 16}, target_images=which))
+        for which in ("test", "client")
+    )
+    assert own.public is not None
+    assert usual.public is not None
+    held, public, training = (
+        {view.mul(1000).round().short().numpy().tobytes() for view in part.views}
+        for part in (own.private, own.public, usual.public)
+    )
+    assert held <= training
+    assert not held & public
+    assert own.config.digest() != usual.config.digest()
+    with pytest.raises(GradveilError, match="target_images"):
+        config(target_images="client", train={"rounds": 1})

@@ -14,12 +14,12 @@ from gradveil.cli.run_results import as_csv
 from gradveil.core.tree import tmap
 from gradveil.defences import parse
 from gradveil.report import audit_page
-from gradveil.theory.first_order_utility import gamma, least_gamma
+from gradveil.theory.gradient_pruning import gamma, least_gamma
 from tests.audit.runs import config, execute
 from tests.audit.test_trial import Recorder, experiment_with
 from tests.laws.cases import CLIENTS
 
-DEFENCES = ["none", "dgp", "dgp(feedback=true)", "prune(0.9)", "gaussian(0.1)", "clip(norm=0.5) + dgp"]
+DEFENCES = ["none", "dgp(feedback=false)", "dgp", "prune(0.9)", "gaussian(0.1)", "clip(norm=0.5) + dgp"]
 
 
 @pytest.mark.parametrize("defence", DEFENCES)
@@ -38,7 +38,7 @@ def test_facts_are_those_of_the_raw_gradient(defence: str):
         first = sum(float((g[name] * sent[name]).sum()) for name in g) / length
         assert float(found.tensors["first_order_utility"][v]) == pytest.approx(first, rel=1e-4)
         assert float(found.tensors["second_order_utility"][v]) == pytest.approx(-(first**2), rel=1e-4)
-        if defence in ("dgp", "dgp(feedback=true)", "prune(0.9)"):
+        if defence in ("dgp(feedback=false)", "dgp", "prune(0.9)"):
             told = left_out(found.tensors["distance"][v], found.facts["pruned"])
             assert told is not None
             assert told["gamma"] == pytest.approx(float(gamma(g, sent)), rel=1e-4) == pytest.approx(1 - first, rel=1e-4)
@@ -52,20 +52,45 @@ def test_facts_are_those_of_the_raw_gradient(defence: str):
 def test_it_is_told_where_a_client_prunes_and_does_nothing_else():
     client = CLIENTS["gradient"]
     printed, least = least_gamma(0.05, 0.75)
-    assert pruned(parse("dgp")(client), fresh=False) == {"least": least, "gamma_1_assumed": printed}
-    for text in ("prune(0.5)", "topk(0.2)", "dropout + prune(0.5)", "adgp(feedback=false)", "optimal-prune(0.5)"):
-        assert pruned(parse(text)(client), fresh=False) == {}, text
-    assert pruned(parse("dgp(feedback=true)")(client), fresh=True) is not None
-    assert pruned(parse("dgp(feedback=true)")(client), fresh=False) is None
+    for text in ("dgp", "dgp(feedback=false)"):
+        assert pruned(parse(text)(client)) == {"least": least, "gamma_1_assumed": printed}, text
+    for text in ("prune(0.5)", "topk(0.2)", "dropout + prune(0.5)", "adgp", "optimal-prune(0.5)"):
+        assert pruned(parse(text)(client)) == {}, text
     noisy = ("gaussian(1)", "dgp + gaussian(1)", "dp + dgp", "optimal-prune(0.5, std=0.1)")
     for text in ("none", "mixup + dgp", "dgc", *noisy):
-        assert pruned(parse(text)(client), fresh=True) is None, text
+        assert pruned(parse(text)(client)) is None, text
 
 
-def test_later_rounds_with_feedback_tell_nothing():
-    experiment = experiment_with(Recorder(), defences=["dgp", "dgp(feedback=true)"], rounds=2)
-    facts = [recover(experiment, address, range(2), lambda step: None).facts for address in trials(experiment.config)]
-    assert [each["pruned"] is None for each in facts] == [False, True]
+@pytest.mark.parametrize("defence", ["dgp", "adgp", "topk(0.2, feedback=true)", "dgp(feedback=false)"])
+def test_with_feedback_the_share_of_update_and_residual_is_measured_round_by_round(defence: str):
+    attack = Recorder()
+    experiment = experiment_with(attack, defences=[defence], rounds=3)
+    facts = recover(experiment, trials(experiment.config)[0], range(2), lambda step: None).facts
+    held = facts["held_back"]
+    if defence == "dgp(feedback=false)":
+        assert held == []
+        return
+    assert len(held) == 3
+    assert all(0 < each["gamma"] < 1 for each in held)
+    assert all(each["residual"] > 0 for each in held)
+    told = left_out(torch.ones(2), facts["pruned"], held)
+    assert told is not None
+    assert (told["gamma"], told["residual"]) == (held[2]["gamma"], held[2]["residual"])
+    assert "worst" not in told
+
+
+def test_the_error_of_proposition_1_stands_beside_the_measured_one(tmp_path: Path):
+    chosen = config(attacks=["ig(iterations=2)", "cdia(iterations=2)"], defences=["dgp", "prune(0.5)"])
+    found, _ = execute(chosen, tmp_path / "run")
+    rows = {(row["defence"], row["attack"].partition("(")[0]): row for row in map(summarise, found.trials)}
+    assert rows["dgp", "ig"]["mse_taylor"] == rows["dgp", "cdia"]["mse_taylor"] > 0
+    records = next(trial.records for trial in found.trials if trial.info["defence"] == "dgp")
+    below = sum(record["mse"] < record["mse_taylor"] for record in records)
+    assert rows["dgp", "ig"]["below_taylor"] == below
+    assert rows["prune(0.5)", "ig"]["below_taylor"] is None
+    html = audit_page(found)
+    assert html.count("Proposition 1 of Xue et al. 2024") >= 1
+    assert 'data-key="mse_taylor"' in html
 
 
 def test_noise_lowers_the_second_order_utility():

@@ -46,7 +46,7 @@ def test_everything_is_listed_with_the_way_to_switch_feedback_on(capsys: pytest.
     text = " ".join(shown(capsys).split())
     assert all(name in text for name in ("ig-scheliga", "dgp", "lenet-zhu", "patches", "faces"))
     assert TOPICS["feedback"] in text
-    assert "topk(keep=…, feedback=true), dgp(feedback=true)" in text
+    assert "topk(keep=…, feedback=true), dgp(feedback=false)" in text
 
 
 def test_defences_are_listed_with_their_arguments(capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +184,7 @@ def test_an_argument_is_found_where_it_is(capsys: pytest.CaptureFixture[str]) ->
     assert {"prune", "topk", "dgp"} <= {row["name"] for row in plain(capsys, "feedback")["defences"]}
     text = shown(capsys, "feedback")
     assert TOPICS["feedback"] in text
-    assert re.search(r"dgp +true or false +default false +dgp\(feedback=true\)", text)
+    assert re.search(r"dgp +true or false +default true +dgp\(feedback=false\)", text)
     assert re.search(r"ig-scheliga +a number of at least 0, or none +default 0.01", shown(capsys, "tv"))
 
 
@@ -221,7 +221,7 @@ def test_adaptive_is_explained_in_the_list(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_paper_shows_its_tables(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(shown(capsys, "dual-gradient-pruning").split())
-    assert "dual-gradient-pruning/main dgp(top=0.05, bottom=0.75, feedback=true)" in text
+    assert "dual-gradient-pruning/main dgp(top=0.05, bottom=0.75)" in text
     assert "gradveil audit dual-gradient-pruning/adaptive" in text
     assert "gradveil train dual-gradient-pruning/train-mnist" in text
     assert "PAPER/TABLE" in shown(capsys, "papers")

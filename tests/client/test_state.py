@@ -19,7 +19,7 @@ KEEPING = [text for text in TEXTS if (client := parse(text)(CLIENTS["gradient"])
 @pytest.fixture
 def written(tmp_path):
     """A client of a later round, its state, and the file it wrote."""
-    client = parse("dgp(feedback=true) + standin")(CLIENTS["gradient"])
+    client = parse("dgp + standin")(CLIENTS["gradient"])
     *_, state = draw(client)
     save_state(tmp_path / "state.safetensors", client, state)
     return client, state, tmp_path / "state.safetensors"
@@ -44,7 +44,7 @@ def test_saved_state_is_private(written):
 
 
 def test_load_state_of_another_defence_raises_with_both(written):
-    other = parse("dgp(top=0.1, feedback=true) + standin")(CLIENTS["gradient"])
+    other = parse("dgp(top=0.1) + standin")(CLIENTS["gradient"])
     with pytest.raises(GradveilError, match=r"another defence: send is .*top=0\.05.* there, .*top=0\.1.* here"):
         load_state(written[2], other)
 
@@ -64,13 +64,13 @@ def test_load_state_of_another_model_raises_with_both(written):
     ("text", "other", "message"),
     [
         (
-            "dropout(0.5) + dgp(feedback=true)",
-            "dgp(feedback=true)",
+            "dropout(0.5) + dgp",
+            "dgp",
             r"'block.dropout': Dropout\(p=0.5\) there, none here",
         ),
         ("precode(k=5) + standin", "precode(k=5, beta=0.9) + standin", r"beta=0\.001\) there, .*beta=0\.9\) here"),
         ("keylock + standin", "keylock(act=tanh) + standin", r"act='sigmoid'\) there, .*act='tanh'\) here"),
-        ("mixup + dgp(feedback=true)", "dgp(feedback=true)", r"batch is \(Mixup\(alpha=1\),\) there, \(\) here"),
+        ("mixup + dgp", "dgp", r"batch is \(Mixup\(alpha=1\),\) there, \(\) here"),
         ("mixup(0.3) + standin", "mixup(0.4) + standin", r"batch is .*0\.3.* there, .*0\.4.* here"),
         ("dp(1, 1) + standin", "dp(1, 2) + standin", r"step is .*std=1,.* there, .*std=2,.* here"),
     ],

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from gradveil.core.errors import GradveilError
-from gradveil.data import DATA_DIR, hub, load
+from gradveil.data import DATA_DIR, Dataset, hub, load
 from gradveil.data.hub import recolour, resize
 from tests.data.files import NAMES, encode, images, write
 
@@ -23,6 +23,25 @@ def test_pixels_labels_and_published_constants(home: Path) -> None:
     assert len(public) == 9
     assert private.classes == tuple(NAMES)
     assert private.mean == (0.4914, 0.4822, 0.4465)
+
+
+def test_images_of_one_client_are_random_training_images_and_private(home: Path) -> None:
+    pictures = images(600, seed=5)  # more than are read at once
+    write(home / "cifar10/train.parquet", pictures, [i % 3 for i in range(600)], names=NAMES)
+    training = {encode(picture): i for i, picture in enumerate(pictures)}
+
+    def places(part: Dataset) -> list[int]:
+        views = (part.views * 255).round().byte().permute(0, 2, 3, 1).numpy()
+        return [training[encode(view)] for view in views]
+
+    public, private = load("cifar10", data_dir=home, size=None, client_seed=3)
+    own = places(private)
+    assert own != sorted(own)
+    assert sorted([*own, *places(public)]) == [*range(600)]
+    assert len(own) == 60
+    again = load("cifar10", data_dir=home, size=None, client_seed=3, limit_private=2)
+    assert places(again.private) == own[:2]
+    assert places(load("cifar10", data_dir=home, size=None, client_seed=4).private) != own
 
 
 def test_identity_depends_on_file_contents(home: Path, tmp_path: Path) -> None:

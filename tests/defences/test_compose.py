@@ -99,7 +99,7 @@ SLOTS = {
     "batch": "label-smoothing(0.2)",
     "model": "precode(k=5)",
     "step": "dp(clip=0.3, sigma=0.5)",
-    "send": "dgp(top=0.1, bottom=0.5, feedback=true)",
+    "send": "dgp(top=0.1, bottom=0.5)",
 }
 SUBSETS = [some for count in range(1, 5) for some in combinations(SLOTS, count)]
 
@@ -236,7 +236,7 @@ def test_model_replacements_draw_from_separate_streams():
 @pytest.mark.parametrize("model", ["lenet-zhu", "scheliga-cnn", "vit"])
 def test_composition_of_all_slots_works_on_study_models(model: str):
     network = build(model, channels=3, size=32, classes=10, generator=Key(0).generator())
-    defence = parse("precode + cvb + dropout(0.25) + dp + dgp(feedback=true)")
+    defence = parse("precode + cvb + dropout(0.25) + dp + dgp")
     client = defence(Client(network))
     params = client.params()
     batch = Batch(torch.rand(2, 3, 32, 32, generator=Key(1).generator()), torch.tensor([1, 2]))

@@ -65,6 +65,22 @@ def test_information_of_one_gradient_equals_the_formula(text, clean, variance, n
     torch.testing.assert_close(result.nats, away / (2 * normal))
 
 
+def test_information_of_clamped_noise_is_that_of_the_entries_that_are_not_cut():
+    bound = 0.02
+    result = information_of(parse(f"clip(0.3) + gaussian(0.1, clamp={bound})")(PLAIN))
+    unclamped = parse("clip(0.3)")(PLAIN)
+    params = PLAIN.params()
+
+    def cut(examples: Batch):
+        return {n: v.clamp(-bound, bound) for n, v in unclamped.update(params, examples, {}, {})[0].items()}
+
+    squares = (jacobian(cut, BATCH) @ PROBES.flatten(1).mT).square().sum(0)
+    torch.testing.assert_close(result.along, squares / 0.01)
+    assert bool((squares < exact(unclamped)[0]).all())
+    away = tmap(torch.sub, cut(BATCH), cut(Batch(MEAN.expand_as(BATCH.inputs), BATCH.targets)))
+    torch.testing.assert_close(result.nats, squared_norm(away) / 0.02)
+
+
 @pytest.mark.parametrize(("text", "variance"), [("laplace(0.1)", 0.01), ("laplace(0.1) + gaussian(0.01)", 0.0101)])
 def test_information_of_laplace_noise_equals_the_formula(text: str, variance: float):
     """The mutual information is at most the divergence of the noise at g(x) from that at g(mean), entry by entry."""

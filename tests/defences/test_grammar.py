@@ -46,7 +46,7 @@ def test_parse_parts_match_the_text():
     assert parse("none") == NONE
     assert dict(parse("dp(clip=2, sigma=0.5)").step.stages) == {"clip": Clip(2, True), "noise": Gaussian(1.0, "sum", 2)}
     assert dict(parse("topk(keep=0.9)").send.stages) == {"prune": Magnitude(0.1)}
-    assert dict(parse("dgp(feedback=true)").send.stages) == {"prune": Feedback(Dual(0.05, 0.75))}
+    assert dict(parse("dgp").send.stages) == {"prune": Feedback(Dual(0.05, 0.75))}
 
 
 ONE = {

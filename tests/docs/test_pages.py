@@ -1,6 +1,5 @@
 """The code on the documentation's pages runs, is as short as promised, and does what the page says."""
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -64,21 +63,6 @@ def test_the_training_of_the_page_measures_the_cost_of_a_defence(capsys):
     assert result.accuracy["none"] > 0.5
     assert result.bytes["prune(0.9)"] < result.bytes["none"]
     assert "prune(0.9)" in capsys.readouterr().out
-
-
-@pytest.fixture
-def hook(monkeypatch):
-    """The hook that writes tables and pages; of MkDocs it needs types only."""
-    for name in ("config.defaults", "structure.files"):
-        stand_in = ModuleType(f"mkdocs.{name}")
-        vars(stand_in).update(MkDocsConfig=object, File=object, Files=object)
-        monkeypatch.setitem(sys.modules, f"mkdocs.{name}", stand_in)
-    spec = importlib.util.spec_from_file_location("pages_of_docs", DOCS / "pages.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_pages_of_the_code_have_public_names_with_their_docstrings(hook):

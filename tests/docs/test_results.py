@@ -143,6 +143,6 @@ def test_every_recorded_file_states_its_random_streams():
         line.split("|") for line in (folder / "README.md").read_text("utf-8").splitlines() if line.startswith("| `")
     ]
     streams = {name.strip(" `"): kind.strip() for _, name, kind, _ in rows}
-    assert streams.keys() == {file.name for file in folder.iterdir()} - {"README.md"}
+    assert streams.keys() == {file.name for file in folder.iterdir() if file.is_file()} - {"README.md"}
     assert set(streams.values()) <= {"old", "current", "timing"}
     assert streams["accuracy-mnist.csv"] == "old"

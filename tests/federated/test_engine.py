@@ -129,9 +129,7 @@ def test_train_measures_accuracy_on_test_examples():
     assert done.records[-1].loss == pytest.approx(F.cross_entropy(outputs, experiment.test.targets).item())
 
 
-@pytest.mark.parametrize(
-    "text", ["none", 'dp(clip=1, sigma=0.1) + dropout(0.25, where="2")', "dgp(feedback=true)", "adgp"]
-)
+@pytest.mark.parametrize("text", ["none", 'dp(clip=1, sigma=0.1) + dropout(0.25, where="2")', "dgp", "adgp"])
 def test_train_resumed_gives_the_same_bits(text):
     experiment = federation(text, participation=0.75, server=Server("yogi", lr=0.05))
     whole = train(experiment, 4)
@@ -256,7 +254,7 @@ def test_round_sends_the_last_change_to_absent_clients():
 
 def test_round_bytes_include_public_messages():
     """One client's mask goes up, a bit an entry; everybody is sent it."""
-    quiet, loud = (train(federation(text), 1).records[0] for text in ("dgp(feedback=true)", "adgp"))
+    quiet, loud = (train(federation(text), 1).records[0] for text in ("dgp", "adgp"))
     experiment = federation("adgp")
     bits = sum(-(-value.numel() // 8) for value in experiment.client.params().values())
     assert speakers(experiment.client) == 1
@@ -272,12 +270,25 @@ def test_evaluate_is_deterministic_and_restores_the_model():
     experiment = federation('dropout(0.5, where="2")')
     experiment.client.model.train()
     params = experiment.client.params()
-    assert experiment.evaluate(params, experiment.test) == experiment.evaluate(params, experiment.test)
+    assert experiment.evaluate(params, experiment.test, 1) == experiment.evaluate(params, experiment.test, 1)
     assert experiment.client.model.training
     outputs = net()(experiment.test.inputs)
-    assert experiment.evaluate(params, experiment.test)[0] == pytest.approx(
+    assert experiment.evaluate(params, experiment.test, 1)[0] == pytest.approx(
         F.cross_entropy(outputs, blobs(90, 5).targets).item()
     )
+
+
+def test_evaluate_draws_the_noise_of_bottlenecks_alone_if_asked_to():
+    text = 'dropout(0.5, where="2") + precode(k=4)'
+    quiet, noisy = (federation(text, evaluation_noise=on) for on in (False, True))
+    params = quiet.client.params()
+    mean, drawn = quiet.evaluate(params, quiet.test, 1), noisy.evaluate(params, noisy.test, 1)
+    assert quiet.evaluate(params, quiet.test, 2) == mean
+    assert drawn == noisy.evaluate(params, noisy.test, 1)
+    assert len({mean, drawn, noisy.evaluate(params, noisy.test, 2), noisy.evaluate(params, noisy.test, 1, 1)}) == 4
+    plain = federation('dropout(0.5, where="2")', evaluation_noise=True)
+    params = plain.client.params()
+    assert plain.evaluate(params, plain.test, 1) == plain.evaluate(params, plain.test, 2)
 
 
 class Louder(nn.Module):
@@ -291,13 +302,13 @@ def test_evaluate_sets_custom_modules_to_eval_mode():
     experiment = federation()
     loud = replace(experiment, client=Client(nn.Sequential(*net(), Louder()).train(), local=experiment.client.local))
     params = experiment.client.params()
-    assert loud.evaluate(params, loud.test) == experiment.evaluate(params, experiment.test)
+    assert loud.evaluate(params, loud.test, 1) == experiment.evaluate(params, experiment.test, 1)
 
 
 def test_round_validation_loss_is_the_mean_over_all_clients():
     experiment = federation(participation=0.5)
     after = experiment.round(experiment.start())
-    problem = [experiment.evaluate(after.params, share.validation) for share in experiment.shares]
+    problem = [experiment.evaluate(after.params, share.validation, 1) for share in experiment.shares]
     assert len({loss for loss, _ in problem}) == 4
     record = after.records[0]
     assert record.validation_loss == pytest.approx(sum(loss for loss, _ in problem) / 4)
@@ -359,7 +370,7 @@ def spoilt(experiment: Federation, *clients: int) -> Federation:
 
 
 def test_round_leaves_out_updates_that_are_not_finite():
-    whole = federation("dgp(feedback=true)", together=False)
+    whole = federation("dgp", together=False)
     experiment = spoilt(whole, 1, 2)
     done = train(experiment, 2)
     assert done.status == "finished"

@@ -31,12 +31,14 @@ def masks(of: Federation, standing, number: int):
     return {name.removeprefix("send.prune.mask."): mask for name, mask in heard.messages.items()}, spoken
 
 
-def test_announced_mask_comes_from_the_rotating_broadcaster():
-    of = federation("adgp")
+@pytest.mark.parametrize("text", ["adgp", "adgp(speaker=turns)"])
+def test_announced_mask_comes_from_the_broadcaster_of_the_round(text):
+    of = federation(text)
     standing = of.start()
     for number in (1, 2, 3):
         chosen, spoken = masks(of, standing, number)
-        message, _ = of.local_update(standing, number - 1, number, proposer(of.client))
+        (speaker,) = of.speaking(of.chosen(number)[0], number)
+        message, _ = of.local_update(standing, speaker, number, proposer(of.client))
         entries = sum(value.numel() for value in standing.params.values())
         assert spoken == pytest.approx(entries / 8, abs=len(chosen))
         for name, mask in chosen.items():
@@ -45,6 +47,20 @@ def test_announced_mask_comes_from_the_rotating_broadcaster():
         assert set(after.mean) == set(chosen)
         assert all(not after.mean[name][~mask].any() for name, mask in chosen.items())
         standing = after
+
+
+def test_speakers_are_drawn_in_each_round_or_take_turns():
+    answers = (3, 5, 8, 9)
+    turns, drawn = federation("adgp(speaker=turns)"), federation("clip(1) + adgp")
+    assert [turns.speaking(answers, number) for number in range(1, 6)] == [[3], [5], [8], [9], [3]]
+    speakers = [drawn.speaking(answers, number)[0] for number in range(1, 401)]
+    assert speakers[:40] == [federation("adgp").speaking(answers, number)[0] for number in range(1, 41)]
+    assert all(80 <= speakers.count(client) <= 120 for client in answers)
+    assert len({tuple(speakers[i : i + 4]) for i in range(0, 400, 4)}) > 50
+    other = federation("adgp", key=Key(1))
+    assert [other.speaking(answers, number)[0] for number in range(1, 41)] != speakers[:40]
+    voters = federation("adgp(selection=vote, voters=3)")
+    assert all(len({*voters.speaking(answers, number)}) == 3 for number in range(1, 9))
 
 
 def test_announced_mask_comes_from_the_last_mean():

@@ -29,7 +29,7 @@ LOCALS = {
 DEFENCES = (
     "none",
     "dp(clip=1, sigma=0.1)",
-    "dgp(feedback=true)",
+    "dgp",
     'dropout(0.3, where="1")',
     "standin",
     "dgc(keep=0.2, momentum=0.5)",
@@ -139,7 +139,7 @@ def test_groups_auto_is_for_few_small_images(monkeypatch):
     assert len(grouped(experiment(local=few, sizes=(40,) * 4, together="auto"))) == 4
 
 
-@pytest.mark.parametrize("text", ["none", "dgp(feedback=true)", "standin", "dgc"])
+@pytest.mark.parametrize("text", ["none", "dgp", "standin", "dgc"])
 @pytest.mark.parametrize("kind", LOCALS)
 def test_train_at_once_resumed_gives_the_same_bits(text: str, kind: str):
     """From the bytes of its checkpoint, as another process with another model object would."""

@@ -86,6 +86,21 @@ def test_federation_depends_on_the_seed_not_the_defence():
     assert plain.chosen(3) == pruned.chosen(3)
 
 
+def test_training_on_private_images_measures_them():
+    """The images that an audit attacks: a training's loss is then theirs."""
+    setting = open_setting(config("data.train_on=private"))
+    federation = setting.federation(trials(setting.config)[0])
+    trained_on = torch.cat([share.train.inputs for share in federation.shares])
+    held = {image.numpy().tobytes() for image in federation.test.inputs}
+    assert len(held) == 40
+    assert {image.numpy().tobytes() for image in trained_on} <= held
+    usual = config()
+    assert usual.digest() != setting.config.digest()
+    assert "train_on" not in usual.resolved()["data"]
+    with pytest.raises(GradveilError, match=r"partition\.column"):
+        open_setting(config("data.train_on=private", "partition.kind=column", "partition.column=label"))
+
+
 def test_central_training_has_all_examples():
     setting = open_setting(config("central=true", "participation=0.5", "absent=0.2"))
     central, federated = (setting.federation(trial) for trial in trials(setting.config))

@@ -58,7 +58,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *(*_AUDIT, "--train", "--set", "train.rounds=2", "--set", "train.clients=4", "--iterations", "10"),
         *(*_attacks("cdia"), *_defences("none", "standin")),
     ),
-    "train": (*_TRAIN, *_defences("none", "dgp(feedback=true)", "dp(clip=1, sigma=0.1)", "adgp(keep=0.2)")),
+    "train": (*_TRAIN, *_defences("none", "dgp", "dp(clip=1, sigma=0.1)", "adgp(keep=0.2)")),
     "record": (*_TRAIN, *_defences("topk(0.5)"), "--record", "seen", "--record-client", "1", "--record-truth"),
     "recorded": (
         *("audit", "--observed", "seen", "--set", "model.name=scheliga-cnn", "--set", "data.channels=1"),

@@ -64,7 +64,7 @@ def test_residual_is_sent_in_the_next_round(tmp_path):
 
 
 def test_nonfinite_update_is_not_sent_and_leaves_the_state(tmp_path):
-    mods = [protect("dgp(top=0, bottom=0.8, feedback=true)", folder=tmp_path / name) for name in ("spoilt", "spared")]
+    mods = [protect("dgp(top=0, bottom=0.8)", folder=tmp_path / name) for name in ("spoilt", "spared")]
     for mod in mods:
         mod(train_message(1), context(), app(MOVED))
     with pytest.raises(GradveilError, match="not finite"):

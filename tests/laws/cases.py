@@ -57,7 +57,7 @@ LAWS = {
     "none": Law(("none",)),
     "clip": Law(("clip(norm=0.3)",), bound=0.3),
     "clip-example": Law(("clip-example(norm=0.3)",), bound=0.3),
-    "gaussian": Law(("gaussian(std=0.1)",)),
+    "gaussian": Law(("gaussian(std=0.1)", "gaussian(std=0.1, clamp=0.05)")),
     "laplace": Law(("laplace(scale=0.1)",)),
     "optimal-noise": Law(
         (
@@ -87,7 +87,7 @@ LAWS = {
     "user-dp": Law(("user-dp(clip=0.3, sigma=0.5)",)),
     "prune": Law(("prune(ratio=0.7)", "prune(ratio=0.7, scope=global)", "prune(ratio=0.7, feedback=true)")),
     "topk": Law(("topk(keep=0.2)", "topk(keep=0.2, feedback=true)")),
-    "dgp": Law(("dgp(top=0.1, bottom=0.5)", "dgp(top=0.1, bottom=0.5, feedback=true)")),
+    "dgp": Law(("dgp(top=0.1, bottom=0.5)", "dgp(top=0.1, bottom=0.5, feedback=false)")),
     "adgp": Law(
         (
             "adgp(keep=0.2, top=0.1, feedback=true)",
@@ -105,6 +105,7 @@ LAWS = {
             "standin(optimiser=yogi, beta1=0.5, beta2=0.9)",
             "standin(optimiser=adagrad)",
             "standin(variant=published_code)",
+            "standin(eps_in=root)",
         ),
         surrogate=True,
         identity=False,
@@ -130,7 +131,7 @@ COMBINED = (
     "prune(ratio=0.5) + dgp(top=0.1, bottom=0.1)",
     "clip(norm=0.3) + gaussian(std=0.1) + quantise(bits=4)",
     "prune(ratio=0.5) + quantise(bits=4, scale=max)",
-    "mixup(alpha=1) + dropout + dp(clip=0.3, sigma=0.5) + dgp(top=0.1, bottom=0.5, feedback=true)",
+    "mixup(alpha=1) + dropout + dp(clip=0.3, sigma=0.5) + dgp(top=0.1, bottom=0.5)",
 )
 TEXTS = (*(text for law in LAWS.values() for text in law.texts), *COMBINED)
 

@@ -7,10 +7,23 @@ from skimage.metrics import mean_squared_error, peak_signal_noise_ratio, structu
 from torchmetrics.functional.image import structural_similarity_index_measure
 
 from gradveil.core.errors import GradveilError
-from gradveil.metrics import METRICS, mse, mse_adadefense, psnr, psnr_adadefense, ssim, ssim_rescaled, ssim_torchmetrics
+from gradveil.metrics import (
+    METRICS,
+    mse,
+    mse_adadefense,
+    psnr,
+    psnr_adadefense,
+    ssim,
+    ssim_adadefense,
+    ssim_rescaled,
+    ssim_rescaled_padded,
+    ssim_torchmetrics,
+)
+from gradveil.metrics.image_similarity import _stretch
 
 IMAGES = [name for name, entry in METRICS.items() if entry.of == "images" and name != "lpips"]
 WORST = {"mse": 1.0, "psnr": 0.0, "ssim": -1.0, "ssim_torchmetrics": -1.0, "ssim_rescaled": -1.0,
+         "ssim_rescaled_padded": -1.0, "ssim_adadefense": -1.0,
          "mse_adadefense": 255.0, "psnr_adadefense": 10 * np.log10(255)}  # fmt: skip
 
 
@@ -21,6 +34,10 @@ def pair(channels: int, noise: float = 0.1, size: tuple[int, int] = (32, 32)) ->
     truth = torch.nn.functional.interpolate(truth, size=size, mode="bicubic").clamp(0, 1)
     candidate = (truth + noise * torch.randn(truth.shape, generator=generator, dtype=torch.float64)).clamp(0, 1)
     return candidate.reshape(2, 2, channels, *size), truth.reshape(2, 2, channels, *size)
+
+
+def skimage_default(candidate: torch.Tensor, truth: torch.Tensor) -> float:
+    return structural_similarity(truth.numpy(), candidate.numpy(), channel_axis=0, data_range=1.0)
 
 
 def skimage_ssim(candidate: torch.Tensor, truth: torch.Tensor) -> float:
@@ -39,6 +56,8 @@ def looped(reference, candidate: torch.Tensor, truth: torch.Tensor) -> torch.Ten
 def test_ssim_is_scikit_images(channels: int, noise: float, size: tuple[int, int]) -> None:
     candidate, truth = pair(channels, noise, size)
     torch.testing.assert_close(ssim(candidate, truth), looped(skimage_ssim, candidate, truth), rtol=0, atol=1e-9)
+    uniform = looped(skimage_default, candidate, truth)
+    torch.testing.assert_close(ssim_adadefense(candidate, truth), uniform, rtol=0, atol=1e-9)
 
 
 def test_ssim_of_flat_float32_images_keeps_its_precision() -> None:
@@ -75,6 +94,9 @@ def test_rescaled_ssim_forgives_brightness_and_contrast() -> None:
 
     torch.testing.assert_close(ssim_rescaled(candidate, truth), looped(reference, candidate, truth), atol=1e-9, rtol=0)
     torch.testing.assert_close(ssim_rescaled(0.2 + truth / 3, truth), torch.ones(2, 2, dtype=torch.float64))
+    torch.testing.assert_close(
+        ssim_rescaled_padded(candidate, truth), ssim_torchmetrics(_stretch(candidate), _stretch(truth))
+    )
     assert ssim(0.2 + truth / 3, truth).max() < 0.9
 
 

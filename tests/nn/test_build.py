@@ -55,7 +55,7 @@ BAD = [
     ("vgg11", {"size": 28}, r"model.size: vgg11 cannot take 28x28 images -> resize them to at least 32x32"),
     ("vit", {"size": 30}, r"model.patch: patches of 4 do not tile 30x30 images"),
     ("vit", {"heads": 7}, r"model.heads: 7 heads do not divide the width 256"),
-    ("resnet18", {"stem": "mnist"}, r"model.stem: unknown name 'mnist' -> choose one of: cifar, imagenet"),
+    ("resnet18", {"stem": "mnist"}, r"model.stem: unknown name 'mnist' -> choose one of: cifar, imagenet, no-pool"),
     ("lenet-zhu", {"classes": 0}, r"model.classes: is 0 -> give a whole number of at least 1"),
     (":factory", {}, r"model :factory: is not an import path -> write 'pkg.module:factory'"),
     ("no_such_module:make", {}, r"there is no module 'no_such_module'"),

@@ -9,6 +9,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
 from gradveil.nn.initial_weights import initialise
 from gradveil.nn.models import MODELS, build
 from gradveil.nn.normalisation import LayerNorm
@@ -20,6 +21,7 @@ COUNTS = {
     "mnist-conv": 119_530,
     "scheliga-cnn": 65_962,
     "mnist-cnn-glaus": 35_900,
+    "mlp": 1_841_162,
     "vit": 1_609_216,
     "resnet18": 11_181_642,
     "resnet34": 21_289_802,
@@ -77,6 +79,20 @@ def test_sigmoid_networks_start_uniform_in_half(name: str) -> None:
         assert parameter.abs().max() <= 0.5
     flat = torch.cat([parameter.flatten() for parameter in make(name).parameters()])
     assert flat.std().item() == pytest.approx(12**-0.5, rel=0.02)
+
+
+def test_lenet_may_start_with_the_law_of_pytorch() -> None:
+    drawn = build("lenet-zhu", channels=3, size=32, classes=10, generator=Key(0).generator(), weights="default")
+    assert float(drawn.head.weight.detach().abs().max()) <= drawn.head.weight.shape[1] ** -0.5
+    with pytest.raises(GradveilError, match=r"model.weights: unknown name 'small'"):
+        build("lenet-zhu", channels=3, size=32, classes=10, generator=Key(0).generator(), weights="small")
+
+
+def test_resnet_without_a_pool_has_the_large_first_convolution() -> None:
+    parts = {"channels": 3, "size": 64, "classes": 10, "generator": Key(0).generator()}
+    pooled, bare = (build("resnet18", **parts, stem=stem, width=8) for stem in ("imagenet", "no-pool"))
+    sides = [net.body.stem(torch.zeros(1, 3, 64, 64)).shape[-1] for net in (pooled, bare)]
+    assert sides == [16, 32]
 
 
 def test_default_law_is_that_of_pytorch() -> None:

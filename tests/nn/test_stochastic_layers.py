@@ -12,7 +12,7 @@ from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.nn.initial_weights import initialise
 from gradveil.nn.models import MODELS, build
-from gradveil.nn.module_paths import caught_by_linear, features, last_layer
+from gradveil.nn.module_paths import caught_by_linear, downstream, features, last_layer, output_shape
 from gradveil.nn.stochastic import collect_penalties, model_noise, noise_names
 from gradveil.nn.stochastic_layers import (
     ConvBottleneck,
@@ -162,6 +162,19 @@ def test_cvb_stands_where_the_study_puts_it() -> None:
         (32, 5, 5e-5),
         (32, 3, 0.1),
     ]
+
+
+def test_precode_follows_a_module_that_is_no_linear_layer(generator: torch.Generator) -> None:
+    model = build("scheliga-cnn", channels=1, size=32, classes=10, generator=generator)
+    defended = with_precode(model, generator, k=7, position="body.block1")
+    x = torch.rand(2, 1, 32, 32, generator=generator)
+    before, after = output_shape(model, "body.block1", x), output_shape(defended, "body.block1", x)
+    assert before == after
+    assert model_noise(defended, x)["body.block1.precode.eps"].shape == (2, 7)
+    assert defended(x).shape == (2, 10)
+    assert {name for name in downstream(defended, x) if "block1" in name} == {
+        f"body.block1.precode.decoder.{part}" for part in ("weight", "bias")
+    }
 
 
 def test_precode_stands_before_the_last_layer(generator: torch.Generator) -> None:

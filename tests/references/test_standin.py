@@ -45,6 +45,17 @@ def test_adam_sends_what_torch_would_step_by(dtype: torch.dtype):
         torch.testing.assert_close(found, before - weight, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("place", "first"), [("sum", 0.990), ("root", 0.010)])
+def test_epsilon_counts_where_the_paper_prints_it(place: str, first: float):
+    """Eqs. 12 to 15 of the paper add it to the root, its Eq. 5 under the root."""
+    transform = parse(f"standin(eps_in={place})").send
+    g = torch.tensor([1e-6, 1e-6], dtype=torch.float64)
+    state = transform.init({"w": g})
+    for _ in range(3):  # with a constant gradient the corrected moments are g and g^2 in every round
+        update, state = transform.apply({"w": g}, state, {}, CONTEXT)
+        torch.testing.assert_close(update["w"], torch.full_like(g, first), rtol=1e-2, atol=0)
+
+
 def test_adagrad_sends_what_torch_would_step_by():
     weight = torch.zeros(8, dtype=torch.float64)
     optimiser = torch.optim.Adagrad([weight], lr=1.0, eps=1e-8)

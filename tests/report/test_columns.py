@@ -5,6 +5,7 @@ import csv
 import io
 import urllib.request
 from pathlib import Path
+from statistics import pstdev
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ def test_csv_holds_the_table(run: Path, trials: list[dict[str, Any]]) -> None:
         images = [image for record in entry["records"] for image in record["per_image"]]
         assert float(row["asr"]) == sum(image["ssim"] > 0.5 for image in images) / len(images)
         assert float(row["ssim"]) == pytest.approx(sum(image["ssim"] for image in images) / len(images))
+        assert float(row["ssim_std"]) == pytest.approx(pstdev(image["ssim"] for image in images))
         assert row["defence"] == entry["info"]["defence"]
         assert float(row["mean_image"]) == entry["info"]["controls"]["mean_image"]["asr"]
 

@@ -10,12 +10,14 @@ from typing import Any
 
 from gradveil.attacks.closed_form.defended_layers import r_gap
 from gradveil.attacks.closed_form.first_layer import Analytic
+from gradveil.attacks.closed_form.unmix import Unmix
 from gradveil.attacks.inversion.descent import Descent
 from gradveil.attacks.inversion.image_sources import Images, Trained
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.inversion.optimisers import Adam
 from gradveil.attacks.inversion_presets import (
     BORDERS,
+    HELD,
     INTERVALS,
     WHITENED,
     cdia,
@@ -32,6 +34,7 @@ from gradveil.attacks.inversion_presets import (
     ig,
     ig_scheliga,
     pig,
+    portfolio,
     sapag,
     vbia,
     wiig,
@@ -44,7 +47,7 @@ from gradveil.attacks.many_rounds import averaging, glaus
 from gradveil.attacks.undo_batch_defence import undoing
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.plugins import Catalogue, Plugin
-from gradveil.core.settings import Argument, Choice, NamedEntry, or_none, settings_of
+from gradveil.core.settings import Argument, Choice, NamedEntry, Range, or_none, settings_of
 from gradveil.core.text_form import read
 from gradveil.core.user_code import imported, own_entry
 
@@ -56,7 +59,7 @@ KNOWN_BY_WORD: dict[str, tuple[str, dict[str, How], str]] = {
     ),
     "additive": (
         "send.noise",
-        {"neutral": Neutral(), "optimised": Optimise(weight=1e-6), "told": Known(), "subtracted": Known()},
+        {"neutral": Neutral(), "optimised": HELD, "told": Known(), "subtracted": Known()},
         "Knowledge of additive noise: its mean, the best fit, or its value, added to the simulated update or "
         "subtracted from the observed one.",
     ),
@@ -72,8 +75,29 @@ KNOWN_BY_WORD: dict[str, tuple[str, dict[str, How], str]] = {
     ),
 }
 """Settings that choose the treatment of a kind of tensor: an example of its names, the treatment of each word, help."""
+_OF_NOISE = (
+    Argument(
+        "noise_std",
+        Range(0),
+        help="Standard deviation that optimised additive noise is pulled to per parameter, in units of its own.",
+    ),
+    Argument("noise_weight", Range(0), help="Weight of that prior, which also pulls the mean of the noise to zero."),
+)
 _IN_ORDER = (
-    *("iterations", "restarts", "lr", "sign", "tv", "l2", "objective", "ignore", "labels", "simulated_client", "start"),
+    *(
+        "iterations",
+        "restarts",
+        "lr",
+        "sign",
+        "tv",
+        "tv_over",
+        "l2",
+        "objective",
+        "ignore",
+        "labels",
+        "simulated_client",
+        "start",
+    ),
     *(
         "tolerance",
         "patience",
@@ -81,17 +105,20 @@ _IN_ORDER = (
         "report",
         "order",
         "additive",
+        "noise_std",
+        "noise_weight",
         "rounding",
         "whiten",
         "pruned",
         "step_size",
         "rounds",
     ),
-    *("batchnorm", "group", "register", "langevin", "halving", "undo"),
+    *("batchnorm", "group", "register", "langevin", "halving", "median", "undo"),
 )
 _DECLARED = {
     **{setting.name: setting for part in (Inversion, Descent, Adam) for setting in settings_of(part)},
     **{name: Argument(name, Choice(tuple(words)), help=help) for name, (_, words, help) in KNOWN_BY_WORD.items()},
+    **{argument.name: argument for argument in _OF_NOISE},
 }
 SETTINGS = tuple(or_none(_DECLARED[name]) for name in _IN_ORDER)
 """The settings of inversions; none keeps the preset's value."""
@@ -143,6 +170,8 @@ class InversionEntry(AttackEntry):
             rest = {p: others.pop(p) for p in ("*",) if p in others}
             given["knowledge"] = {**others, **ways, **rest}
             given["subtract"] = additive == "subtracted"
+        if held := {argument.name: given.pop(argument.name) for argument in _OF_NOISE if argument.name in given}:
+            given["knowledge"] = self._held(given.get("knowledge", attack.knowledge), held)
         if given.pop("rounding", None) == "interval":
             # First in order, and last to set the value: a preset may have the same pattern.
             given["knowledge"] = {**INTERVALS, **given.get("knowledge", attack.knowledge), **INTERVALS}
@@ -158,6 +187,8 @@ class InversionEntry(AttackEntry):
             given["knowledge"] = {**given.get("knowledge", attack.knowledge), "public": Known()}
         if given.get("share") is not None:  # a gate is fitted to public images
             given["knowledge"] = {**attack.knowledge, "public": Known()}
+        if given.keys() & {"tv", "sign", "lr"}:  # what is set needs no trying
+            given["variants"] = ()
         descent = replace(attack.descent, **{n: given.pop(n) for n in _OF_DESCENT if n in given})
         if "sign" in given and not isinstance(descent.stepper, Adam):
             problem = f"is a setting of Adam, but this attack uses {type(descent.stepper).__name__}"
@@ -165,6 +196,20 @@ class InversionEntry(AttackEntry):
         stepping = {n: given.pop(n) for n in _OF_STEPPER if n in given}
         descent = replace(descent, stepper=replace(descent.stepper, **stepping))
         return replace(attack, name=name, descent=descent, **given)
+
+    def _held(self, knowledge: Mapping[str, How], held: Mapping[str, float]) -> dict[str, How]:
+        """Set the prior of optimised additive noise."""
+        changes = {name.removeprefix("noise_"): value for name, value in held.items()}
+        ways = {
+            pattern: replace(how, **changes)
+            for pattern, how in knowledge.items()
+            if pattern in ("step.*", "send.*") and isinstance(how, Optimise)
+        }
+        if not ways:
+            problem = "is about additive noise that the attack optimises, and this one does not"
+            remedy = "add additive=optimised, or choose dpia"
+            refuse([Problem(f"{self.name}.{name}", problem, remedy) for name in held])
+        return {**knowledge, **ways}
 
     def _without_effect(self, given: Mapping[str, Any]) -> Iterator[Problem]:
         """Yield settings without effect, since this attacker ignores the defence."""
@@ -239,6 +284,11 @@ _ANALYTIC = (
     "Lu, Zhang, Zhao, Tang, Tan 2022, APRIL: Finding the Achilles' Heel on Privacy for Vision Transformers (CVPR)"
 )
 _RGAP = "Zhu, Blaschko 2021, R-GAP: Recursive Gradient Attack on Privacy (ICLR)"
+_UNMIX = (
+    "Kariyappa et al. 2023, Cocktail Party Attack: Breaking Aggregation-Based Privacy in Federated Learning Using "
+    "Independent Component Analysis (ICML); Dimitrov, Baader, Müller, Vechev 2024, SPEAR: Exact Gradient Inversion of "
+    "Batches in Federated Learning (NeurIPS)"
+)
 _WU = "Wu, Chen, Guo, Weinberger 2023, Learning to Invert: Simple Adaptive Attacks for Gradient Inversion"
 _GRNN = (
     "Ren, Deng, Xie 2022, GRNN: Generative Regression Neural Network - A Data Leakage Attack for Federated Learning "
@@ -256,6 +306,7 @@ _WEN = (
     "Wen, Geiping, Fowl, Goldblum, Goldstein 2022, Fishing for User Data in Large-Batch Federated Learning via "
     "Gradient Magnification (ICML)"
 )
+_PORTFOLIO = "Gradveil; Geiping et al. 2020 (breaching) for the variation of colour differences"
 _MEAN = "the law of large numbers"
 _GLAUS = "Yang et al. 2023 (GLAUS)"
 _FISHED = (*(s for s in settings_of(Fishing) if s.name in ("target", "share")), *_only(*SEARCHED, "simulated_client"))
@@ -276,6 +327,7 @@ ATTACKS: dict[str, AttackEntry] = {
         InversionEntry("dpia", dpia, "IG that optimises the additive noise with the image", _COMBINING),
         InversionEntry("pig", pig, "IG that ignores the layers behind a bottleneck's noise", _COMBINING),
         InversionEntry("cdia", cdia, "IG that infers pruning masks and optimises other randomness", _COMBINING),
+        InversionEntry("portfolio", portfolio, "CDIA by plain Adam, tried on simulated clients first", _PORTFOLIO),
         InversionEntry("sapag", sapag, "Gaussian kernel distance per layer", "Wang et al., 2020"),
         InversionEntry("gi", gi, "l2 distance, BatchNorm prior, restarts that agree", _GRADINVERSION),
         InversionEntry("gi-strong", gi_strong, "GI with the batch's true BatchNorm statistics", _GRADINVERSION),
@@ -284,11 +336,14 @@ ATTACKS: dict[str, AttackEntry] = {
         GenerativeEntry("ggl", ggl, "the latent numbers of a trained generator, by CMA-ES", _GGL, EVOLVED),
         AttackEntry("analytic", Analytic, "the first layer's equations, solved", _ANALYTIC),
         AttackEntry("r-gap", r_gap, "each layer's equations, solved from the last to the first", _RGAP),
+        AttackEntry("unmix", Unmix, "a batch's images, separated in the first layer's gradient", _UNMIX),
         AttackEntry("rob", Imprint, "a malicious server's imprint block, inverted analytically", _ROB),
         AttackEntry("curious", Trap, "a malicious server's trap weights, inverted analytically", _CURIOUS),
         InversionEntry("fishing", fishing, "a malicious server's last layer for one class, then IG", _WEN, _FISHED),
         InversionEntry("averaging", averaging, "IG on the mean of many rounds of one model", _MEAN, _POOLED),
-        InversionEntry("glaus", glaus, "magnitudes from how often entries were sampled, then IG", _GLAUS, _SAMPLED),
+        InversionEntry(
+            "glaus", glaus, "magnitudes from how often entries were sampled, then IG or DLG", _GLAUS, _SAMPLED
+        ),
         AttackEntry("learned", Learned, "a network trained on public images and simulated updates", _WU),
     )
 }

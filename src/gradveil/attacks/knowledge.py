@@ -9,7 +9,9 @@ from fnmatch import fnmatchcase
 from torch import Tensor
 
 from gradveil.core.errors import fail
+from gradveil.core.noise import Law
 from gradveil.core.space import Space
+from gradveil.core.tree import root
 from gradveil.core.types import Batch
 
 
@@ -24,11 +26,26 @@ class Known:
 class Optimise:
     """Unknown: optimised together with the inputs, from a draw of its law, within its box.
 
-    `weight` scales the tensor's prior (its law's penalty) in the objective; `signed` uses only its gradient's sign.
+    `weight` scales the tensor's prior in the objective; `signed` uses only its gradient's sign. The prior is the law's
+    penalty, or with `std` the distance of the tensor's mean from 0 and of its standard deviation from `std`.
     """
 
     weight: float = 0.0
     signed: bool = False
+    std: float | None = None
+
+    def prior(self, law: Law, value: Tensor) -> Tensor:
+        """Return the unweighted prior [N] of values [N, ...].
+
+        >>> from gradveil.core.noise import Normal
+        >>> Optimise(std=1.0).prior(Normal(), torch.tensor([[1.0, -1.0], [3.0, 3.0]]))
+        tensor([ 0., 10.])
+        """
+        if self.std is None:
+            return law.penalty(value)
+        flat = value.flatten(1)
+        spread = root(flat.var(1, unbiased=False))
+        return flat.mean(1).square() + (spread - self.std).square()
 
 
 @dataclass(frozen=True)

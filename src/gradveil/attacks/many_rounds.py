@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.inversion.inversion import Inversion
-from gradveil.attacks.inversion_presets import OWN_DRAWS, ig_scheliga
+from gradveil.attacks.inversion_presets import OWN_DRAWS, dlg, ig_scheliga
 from gradveil.attacks.knowledge import Knowledge, Known
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction
 from gradveil.client import Client
@@ -32,6 +32,12 @@ _ENOUGH, _OFTEN = 32, 3
 
 Estimate = Annotated[Literal["mean", "ranks", "thresholds"], "How one gradient is made of many rounds."]
 Sampled = Annotated[Literal["ranks", "thresholds"], "How one gradient is made of many rounds of samples."]
+Search = Annotated[
+    Literal["ig", "dlg"], "Search on the estimated gradient: by angle, or DLG, which finds the label too."
+]
+Magnitudes = Annotated[
+    Literal["mean", "client"], "Magnitudes of auxiliary gradients: their mean by rank, or those of one other client."
+]
 
 
 @dataclass(frozen=True)
@@ -41,12 +47,15 @@ class Pooled(Inversion):
     - `mean` averages the updates, whatever the defence is.
     - `ranks` (GLAUS, Yang et al. 2023) assumes MinMax sampling, which sends s = g + C / g of an entry with probability
       g^2 / (g^2 + C). Entries are ranked by how often they were sent. An entry gets the magnitude of its rank among
-      gradients of auxiliary data, and the observed sign, or else the sign of the mean of those gradients.
+      gradients of auxiliary data, and the observed sign, or else the sign of the mean of those gradients. The paper's
+      attacker is a client itself and takes its own gradient for the magnitudes (`magnitudes="client"`: one of the
+      auxiliary gradients) and the mean of all clients, which it hears from the server, for the signs.
     - `thresholds` uses the values too: the smallest |s| of a layer is 2 sqrt(C), and the frequency with which an entry
       was sent decides which root of s = g + C / g is g.
     """
 
     estimate: Estimate = "mean"
+    magnitudes: Magnitudes = "mean"
 
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
         """Refuse to rank entries without enough auxiliary data."""
@@ -89,7 +98,8 @@ class Pooled(Inversion):
         state = tmap(lambda value: value.expand(count, *value.shape), simulated_client.init(seen.params))
         with torch.no_grad():
             sent, _ = simulated_client.updates(seen.params, batch, noise, state)
-        sizes = {n: value.flatten(1).abs().sort(1, descending=True).values.mean(0) for n, value in sent.items()}
+        owners = slice(None, 1) if self.magnitudes == "client" else slice(None)
+        sizes = {n: v[owners].flatten(1).abs().sort(1, descending=True).values.mean(0) for n, v in sent.items()}
         return sizes, {n: value.mean(0) for n, value in sent.items()}
 
     def plan(
@@ -187,11 +197,16 @@ def _by_thresholds(observations: Sequence[Observation], name: str, otherwise: Te
 
 def averaging() -> Pooled:
     """IG on the mean update of all rounds, which averages zero-mean noise, sampling and rounding away."""
-    settings = {field.name: getattr(ig_scheliga(), field.name) for field in fields(Inversion)}
-    return Pooled(**{**settings, "name": "averaging", "rounds": "all"})
+    return _pooled(ig_scheliga(), "averaging")
 
 
-def glaus(estimate: Sampled = "ranks") -> Pooled:
-    """GLAUS: magnitudes from how often an entry was sampled, and the observed signs; then IG (the paper uses DLG)."""
+def _pooled(search: Inversion, name: str) -> Pooled:
+    settings = {field.name: getattr(search, field.name) for field in fields(Inversion)}
+    return Pooled(**{**settings, "name": name, "rounds": "all"})
+
+
+def glaus(estimate: Sampled = "ranks", search: Search = "ig", magnitudes: Magnitudes = "mean") -> Pooled:
+    """GLAUS: magnitudes from how often an entry was sampled, and the observed signs; then IG, or the paper's DLG."""
+    base = _pooled(dlg() if search == "dlg" else ig_scheliga(), "glaus")
     knowledge = {**OWN_DRAWS, "public": Known()}
-    return replace(averaging(), name="glaus", simulated_client="full", estimate=estimate, knowledge=knowledge)
+    return replace(base, simulated_client="full", estimate=estimate, magnitudes=magnitudes, knowledge=knowledge)

@@ -23,10 +23,10 @@ _VALUES = 2**26
 class Simulated:
     """The simulated client of the inverted round; a client with state has been through the rounds before."""
 
-    def __init__(self, simulated_client: Client, observations: Sequence[Observation]) -> None:
-        """Simulate the last observed round, and the rounds before it if the client has state."""
+    def __init__(self, simulated_client: Client, observations: Sequence[Observation], every: bool = False) -> None:
+        """Simulate the last observed round, and the rounds before it if the client has state, or with `every`."""
         self.seen = observations[-1]
-        rounds = observations if simulated_client.init(self.seen.params) else observations[-1:]
+        rounds = observations if every or simulated_client.init(self.seen.params) else observations[-1:]
         self.rounds = [(seen.round, seen.params, seen.believed(simulated_client)) for seen in rounds]
         self.at_once = max(1, _VALUES // sum(value[0].numel() for value in self.seen.update.values()))
 
@@ -35,16 +35,24 @@ class Simulated:
         for rows, chunk in self._chunks(batch):
             yield self._send(chunk, [key.child(row) for row in rows])
 
+    def send_in_rounds(self, batch: Batch, keys: Sequence[Key]) -> list[Tensors]:
+        """Return the updates of every simulated round for batches [N, B, ...], with the noise of these keys."""
+        return list(self._rounds(batch, keys))
+
     def _chunks(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
         """Split batches [N, B, ...] into chunks that fit into memory."""
         for rows in torch.arange(len(batch.inputs)).split(self.at_once):
             yield rows.tolist(), Batch(batch.inputs[rows], batch.targets[rows])
 
     def _send(self, batch: Batch, keys: Sequence[Key], drawn: tuple[str, ...] = ("",)) -> Tensors:
-        """Simulate updates, in which only the noise with one of these name prefixes is on."""
+        """Simulate updates of the last round, in which only the noise with one of these name prefixes is on."""
+        *_, sent = self._rounds(batch, keys, drawn)
+        return sent
+
+    def _rounds(self, batch: Batch, keys: Sequence[Key], drawn: tuple[str, ...] = ("",)) -> Iterator[Tensors]:
+        """Simulate updates round by round, in which only the noise with one of these name prefixes is on."""
         one = Batch(batch.inputs[0], batch.targets[0])
         state: Tensors = {}
-        sent: Tensors = {}
         for place, (number, params, simulated_client) in enumerate(self.rounds):
             spec = simulated_client.noise_spec(params, one)
             fresh = stack([spec.sample(key.child(Stream.ROUND, number) if number else key) for key in keys])
@@ -56,7 +64,7 @@ class Simulated:
                 noise |= simulated_client.pipeline.kept(noise, state)
             sent, state = simulated_client.updates(params, batch, noise, state)
             state = {name: value.detach() for name, value in state.items()}
-        return {name: value.detach() for name, value in sent.items()}
+            yield {name: value.detach() for name, value in sent.items()}
 
     def distance(self, inputs: Tensor, targets: Tensor, key: Key) -> Tensor:
         """Return 1 - cosine between simulated and observed update, and the same of the median layer: [V, 2].

@@ -191,7 +191,8 @@ def audit_model(
     }
     problems = list(wrong_arguments(given))
     sound, kind, done = not problems, type(model).__name__, []
-    whole = _spelled_out(attacks, defences, public is not None)
+    batches = _begins_fully_connected(model) and isinstance(client_batch, int) and client_batch > 1
+    whole = _spelled_out(attacks, defences, public is not None, batches)
     tried = named("attacks", _without_aim(whole), partial(_attack, settings), problems)
     against = named("defences", defences, partial(parse, own=True), problems)
     problems += _unmet(whole, list(against))
@@ -228,7 +229,7 @@ def audit_model(
 
 
 def _spelled_out(
-    attacks: Sequence[str | Attack], defences: Sequence[str | Defence], public: bool
+    attacks: Sequence[str | Attack], defences: Sequence[str | Defence], public: bool, batches: bool
 ) -> Sequence[str | Attack]:
     """Put the attackers of all these defences in the place of `adaptive` and `malicious`."""
     if not isinstance(attacks, list | tuple) or not isinstance(defences, list | tuple):
@@ -238,13 +239,22 @@ def _spelled_out(
     for attack in attacks:
         if isinstance(attack, str) and stands_for_many(attack):
             others = [text for text in attacks if isinstance(text, str) and not stands_for_many(text)]
-            aimed = [t for name in names for t in attacks_against([*others, attack], name, public=public)]
+            aimed = [
+                t for name in names for t in attacks_against([*others, attack], name, public=public, batches=batches)
+            ]
             at = aim(attack).defence
             new = (text for text in dict.fromkeys(aimed) if text not in without_aim(others))
             spelled += [text if at is None else f"{text} on {at}" for text in new]
         else:
             spelled.append(attack)
     return spelled
+
+
+def _begins_fully_connected(model: object) -> bool:
+    """Say whether the first layer of a model, in the order of definition, is fully connected."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    first = next((m for m in modules if any(True for _ in m.parameters(recurse=False))), None)
+    return isinstance(first, nn.Linear)
 
 
 def _without_aim(attacks: Sequence[str | Attack]) -> Sequence[str | Attack]:

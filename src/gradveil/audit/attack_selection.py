@@ -131,6 +131,12 @@ def method(attack: Attack) -> Method:
     return "custom" if users(attack) else "closed form"
 
 
+OF_BATCHES = ("unmix",)
+"""Attackers that `adaptive` tries first where an update holds more than one example, whatever the defence.
+
+They apply to some models only. Where one does not, the others of `adaptive` attack without it.
+"""
+
 WORDS = ADAPTIVE, MALICIOUS = "adaptive", "malicious"
 """The words of a run file for all attackers that aim at each defence: servers that are curious, or malicious."""
 _ANY_DEFENCE = ("cdia(rounds=all)", "learned")
@@ -225,10 +231,13 @@ def without_aim(attacks: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(aim(text).attack for text in attacks))
 
 
-def attacks_against(attacks: Iterable[str], defence: str, *, public: bool = True) -> Iterator[str]:
+def attacks_against(
+    attacks: Iterable[str], defence: str, *, public: bool = True, batches: bool = False
+) -> Iterator[str]:
     """List the attacks that are run on this defence; its own attackers replace `adaptive` and `malicious`.
 
-    Each attacker comes once. Without public data those that learn from such data are left out.
+    Each attacker comes once. Without public data those that learn from such data are left out. Those of `OF_BATCHES`
+    come first where updates of `batches` are attacked.
 
     >>> list(attacks_against(["ig", "r-gap on none"], "None")), list(attacks_against(["ig", "r-gap on none"], "dgp"))
     (['ig', 'r-gap'], ['ig'])
@@ -240,7 +249,8 @@ def attacks_against(attacks: Iterable[str], defence: str, *, public: bool = True
         if not stands_for_many(text):
             yield text
             continue
-        for aimed in _AIMED[_word(text)](defence):
+        first = OF_BATCHES if batches and is_adaptive(aim(text).attack) else ()
+        for aimed in (*first, *_AIMED[_word(text)](defence)):
             if make_name(aimed) not in known and (public or not _needs_public(aimed)):
                 known.add(make_name(aimed))
                 yield aimed
@@ -311,7 +321,13 @@ def control_attacks(config: RunConfig) -> list[str]:
     """
     if not has_control(config):
         return []
-    return list(dict.fromkeys(text for defence in config.defences for text in attacks_against(config.attacks, defence)))
+    return list(dict.fromkeys(text for defence in config.defences for text in met(config, defence)))
+
+
+def met(config: RunConfig, defence: str) -> list[str]:
+    """List the attacks of a run on one of its defences."""
+    batches = any(client.examples > 1 for client in config.client)
+    return list(attacks_against(config.attacks, defence, batches=batches))
 
 
 def first_met(config: RunConfig, attack: str) -> str:
@@ -319,7 +335,7 @@ def first_met(config: RunConfig, attack: str) -> str:
 
     The first one stays the same when a resumed run has more defences.
     """
-    return next(text for text in config.defences if attack in attacks_against(config.attacks, text))
+    return next(text for text in config.defences if attack in met(config, text))
 
 
 def target_clients(clients: int, control: bool) -> int:
@@ -367,15 +383,18 @@ def trials(config: RunConfig) -> list[TrialAddress]:
         TrialAddress(
             _name(config, seed, index, defence, attack, stage, control), index, defence, attack, seed, stage, control
         )
-        for control, met in ((False, pairs(config)), (True, [(text, UNDEFENDED) for text in control_attacks(config)]))
+        for control, those in (
+            (False, pairs(config)),
+            (True, [(text, UNDEFENDED) for text in control_attacks(config)]),
+        )
         for seed, stage, index in places
-        for attack, defence in met
+        for attack, defence in those
     ]
 
 
 def pairs(config: RunConfig) -> list[tuple[str, str]]:
     """List which attack meets which defence: all with all, and `adaptive` with the attackers of each defence."""
-    against = {defence: list(attacks_against(config.attacks, defence)) for defence in config.defences}
+    against = {defence: met(config, defence) for defence in config.defences}
     every = dict.fromkeys(text for texts in against.values() for text in texts)
     return [(text, defence) for text in every for defence, texts in against.items() if text in texts]
 

@@ -165,6 +165,9 @@ class RunConfig(Section):
     """Number of clients to attack."""
     first_target_client: Annotated[int, Field(ge=0)] = 0
     """Index of the first target client, in the order of the data."""
+    target_images: Literal["test", "client"] = "test"
+    """`test`: the target clients hold the first images of the test split. `client`: random training images that one of
+    ten clients holds, drawn by the first seed."""
     threshold: Annotated[float, Field(gt=-1, lt=1)] = 0.5
     """SSIM above which an image counts as recovered."""
     rounds: Count = 1
@@ -174,7 +177,8 @@ class RunConfig(Section):
     lpips: Literal["alex", "vgg"] | None = None
     """Network of the LPIPS score (needs the extra `perceptual`). None: no LPIPS."""
     metrics: list[Name] = Field(default=[])
-    """Further scores: `ssim_rescaled`, a metric of an installed package, or `pkg.module:name`."""
+    """Further scores: other readings of a score (`ssim_rescaled`, `mse_adadefense`), a metric of an installed
+    package, or `pkg.module:name`."""
     iterations: Count | None = None
     """Iterations of every attack that does not set its own. None: as in the attack's paper."""
     restarts: Count | None = None
@@ -211,6 +215,13 @@ class RunConfig(Section):
         """The plan of the run's trainings, whether their clients are attacked or not; None without any."""
         return self.train or self.cost
 
+    @model_validator(mode="after")
+    def _images_of_one_kind(self) -> RunConfig:
+        if self.target_images == "client" and (self.train or self.observed):
+            what = "observed updates have their own" if self.observed else "clients of a training hold training images"
+            raise ValueError(f"target_images is 'client', but {what}; remove target_images")
+        return self
+
     @field_validator("budget", mode="before")
     @classmethod
     def _no_budget(cls, value: Any) -> Any:
@@ -231,7 +242,9 @@ class RunConfig(Section):
     def resolved(self) -> dict[str, Any]:
         """Return every setting, defaults included, as plain values."""
         plain = self.model_dump(mode="json")
-        # Digests of older runs know neither of the two.
+        # Digests of older runs know none of these.
+        if self.target_images == "test":
+            del plain["target_images"]
         if self.cost is None:
             del plain["cost"]
         if self.train is not None and self.train.delta is None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from gradveil.attacks.inversion.inversion import Inversion
+from gradveil.attacks.inversion.rehearsal import SHARE, SIMULATED
 from gradveil.attacks.learned import Learned
 from gradveil.attacks.protocol import Attack
 from gradveil.audit.audit_config import AUTO
@@ -115,6 +116,9 @@ def within(budget: Budget, attack: Attack, share: BudgetShare, run: Callable[[At
             if timed
             else amount / (share.whole * worth * share.searches)
         )
+        if attack.variants:
+            tried = len(attack.variants) * SIMULATED * SHARE
+            allowed *= share.target_clients / (share.target_clients + tried)
         limit = max(1, min(int(allowed), attack.descent.iterations))
         return replace(attack, descent=replace(attack.descent, iterations=limit))
     if isinstance(attack, Learned):
@@ -143,7 +147,7 @@ def _settled(plans: Plans, seconds: float, pace: Callable[[], float]) -> int:
 
 def _pace(attack: Inversion, run: Callable[[Attack], object]) -> Callable[[], float]:
     def pace() -> float:
-        short = replace(attack, descent=replace(attack.descent, iterations=_MEASURED, halving=False))
+        short = replace(attack, variants=(), descent=replace(attack.descent, iterations=_MEASURED, halving=False))
         one = replace(short, descent=replace(short.descent, iterations=1))
         first = _timed(lambda: run(one))  # the first run of a shape also compares with the reference
         if first > _SLOW:

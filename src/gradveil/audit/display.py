@@ -212,6 +212,11 @@ def _fixed(value: float | None, digits: int) -> str:
     return DASH if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
+def _with_spread(mean: float | None, spread: float | None) -> str:
+    """Write a mean with its standard deviation over images."""
+    return DASH if mean is None or spread is None else f"{_fixed(mean, 2)} ± {_fixed(spread, 2)}"
+
+
 def result_table(trials: Sequence[Trial]) -> Table:
     """Lay all trials out: the strongest attack first within each defence, upper bounds and the control last.
 
@@ -225,7 +230,9 @@ def result_table(trials: Sequence[Trial]) -> Table:
     for header in ("defence", "attack", *(("seed", "client") if several else ()), *(("round",) if trained else ())):
         table.add_column(header, overflow="fold")
     table.add_column("attacker", no_wrap=True)
-    for header in (*(("accuracy",) if trained else ()), "recovered", "95% CI", "baseline", "SSIM", "PSNR", "distance"):
+    further = list(dict.fromkeys(str(name) for trial in trials for name in trial.info.get("metrics") or ()))
+    usual = (*(("accuracy",) if trained else ()), "recovered", "95% CI", "baseline")
+    for header in (*usual, "SSIM", *further, "PSNR", "distance"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("attack check", no_wrap=True)
     order = list(dict.fromkeys(trial.info["defence"] for trial in trials if not trial.info.get("control")))
@@ -246,14 +253,15 @@ def result_table(trials: Sequence[Trial]) -> Table:
         kind = rows[id(trial)].attacker
         where.append(DASH if kind == "undefended" else kind)
         if trial.unscored is not None:
-            table.add_row(*where, *[DASH] * 6, Text(descent(rows[id(trial)])))
+            table.add_row(*where, *[DASH] * (6 + len(further)), Text(descent(rows[id(trial)])))
             continue
         numbers = (
             *((percent(row["accuracy"]),) if trained else ()),
             percent(row["asr"]),
             interval(row["asr_low"], row["asr_high"]),
             percent(rows[id(trial)].baseline),
-            _fixed(row["ssim_mean"], 2),
+            _with_spread(row["ssim_mean"], row["ssim_std"]),
+            *(_fixed(row.get(f"{name}_mean"), 3) for name in further),
             _fixed(row["psnr_mean"], 1),
             _distance(trial, row["distance"]),
         )

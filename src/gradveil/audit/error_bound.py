@@ -16,15 +16,19 @@ from torch import Tensor
 
 from gradveil.attacks.protocol import Observation
 from gradveil.audit.experiment import Experiment
-from gradveil.audit.observe import Truth, in_round
+from gradveil.audit.observe import Truth, in_round, undefended
 from gradveil.client import Client
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
-from gradveil.core.tree import Tensors
+from gradveil.core.tree import Tensors, take
 from gradveil.core.types import Batch
 from gradveil.defences.fisher_information import UpdateInformation, information, obstacle, settled, sight
+from gradveil.theory.gradient_pruning import taylor_bound
+from gradveil.theory.input_jacobian import spectral_norms
 from gradveil.theory.reconstruction_bound import block_bound, from_cosine, rate_bound, spectrum
 
+_AT_ONCE = 2**22
+"""How many numbers of gradients are computed at once for their Jacobian."""
 PROBES = 2
 """Random directions in each group of cosine coefficients, for each target client."""
 
@@ -75,6 +79,35 @@ def mse_bound(experiment: Experiment, told: Mapping[str, Tensor], examples: int)
         found["Cramér-Rao"] = float(block_bound(fisher, examples * prior.information(), sizes))
     best = max(found, key=lambda name: found[name])
     return {"mse": found[best], "by": best, "prior": prior.variance}
+
+
+def taylor_errors(
+    experiment: Experiment, seed: int, client: Client, base: Client, seen: Observation, truth: Truth, left_out: Tensor
+) -> Tensor:
+    """Return the mean squared error [V] that Proposition 1 of Xue et al. 2024 gives for pruned gradients.
+
+    `left_out` [V] is the distance of what was sent from the gradient. The result is of first order, and for attackers
+    whose images have what was sent as their whole gradient: one who reads the mask off the zeros need not obey it. NaN
+    where the gradient does not depend on the image.
+    """
+    plain, noise, state = undefended(client, base, seen.params, truth)
+    lower, upper = experiment.space.bounds(truth.raw.inputs)
+    pixels = (truth.raw.inputs - lower) / (upper - lower)
+    size, found = max(1, _AT_ONCE // sum(value.numel() for value in seen.params.values())), list[Tensor]()
+    for begin in range(0, len(left_out), size):
+        rows = slice(begin, begin + size)
+        targets, drawn, kept = truth.raw.targets[rows], take(noise, rows), take(state, rows)
+
+        def gradients(some: Tensor, fixed: tuple[Tensor, Tensors, Tensors] = (targets, drawn, kept)) -> Tensors:
+            batch = Batch(lower + some * (upper - lower), fixed[0])
+            return plain.updates(seen.params, batch, fixed[1], fixed[2])[0]
+
+        keys = [Key(seed, (Stream.BOUND, number, Stream.PROBE)) for number in seen.target_clients[rows]]
+        start = torch.stack([torch.randn(pixels.shape[1:], generator=key.generator()) for key in keys])
+        found.append(spectral_norms(gradients, pixels[rows], start.to(pixels)))
+    norms = torch.cat(found)
+    squares = taylor_bound(left_out, norms).double().square() / pixels[0].numel()
+    return torch.where(norms > 0, squares, torch.nan)
 
 
 def _probes(experiment: Experiment, groups: Tensor, batch: Batch, key: Key) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,8 @@ from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, stack, take, tmap
 from gradveil.core.types import Batch
+from gradveil.defences.error_feedback import residual_of
+from gradveil.federated.held_back import Compressed, HeldBack, held_back
 from gradveil.federated.training_state import Standing
 
 if TYPE_CHECKING:
@@ -45,6 +48,8 @@ class Truth:
     """The noise of the last round, under its plain names."""
     state: Tensors
     """The client's state before the last round, leading V."""
+    held_back: tuple[HeldBack, ...] = ()
+    """What error feedback held back in each round, over all clients; empty without it."""
 
 
 def in_round(number: int, name: str) -> str:
@@ -72,9 +77,10 @@ def observe(
     """Run the rounds, and return what the server sees of these target clients and the truth about them.
 
     In more than one round every target client of the run takes part, also those whose turn another share of the trial
-    is. Who speaks before a round is no target client: a client of its own, with the images that follow the target
-    clients', who sends too. Where the run follows a training, the rounds begin where it stands. A malicious server may
-    say which parameters it sends in the rounds after the first (`resent`).
+    is. The client that speaks before a round is no target client, and in every round the same: one with the images that
+    follow the target clients', which sends too. (A training draws the speaker of each round; a target client that
+    spoke would name the positions of its own largest entries.) Where the run follows a training, the rounds begin
+    where it stands. A malicious server may say which parameters it sends in the rounds after the first (`resent`).
     """
     rounds, first, count = (
         experiment.config.rounds,
@@ -93,6 +99,7 @@ def observe(
     noise: Tensors = {}
     now: Tensors = {}
     before = state
+    held: list[HeldBack] = []
     for number in range(rounds):
         before = state
         params = resent(number) if resent and number else params
@@ -103,6 +110,7 @@ def observe(
         said = _said(scheduled(client, past + number), params, theirs, take(now, others), take(state, others))
         told = announced(client, said, mean, past + number)
         sent, state = updates(told, params, raw, now, state)
+        held += _held_back(client, sent, before, state)
         own = take(now, mine)
         noise |= {in_round(number, name): value for name, value in own.items()}
         ids = tuple(first + n for n in numbers)
@@ -110,7 +118,17 @@ def observe(
         mean = tmap(lambda value: value.mean(0), sent)
         params = {name: value - rate * mean[name] if name in mean else value for name, value in params.items()}
     mine_raw, last = Batch(*(value[mine] for value in raw)), take(now, mine)
-    return seen, Truth(mine_raw, _transformed(client, mine_raw, last), noise, last, take(before, mine))
+    return seen, Truth(mine_raw, _transformed(client, mine_raw, last), noise, last, take(before, mine), tuple(held))
+
+
+def _held_back(client: Client, sent: Tensors, before: Tensors, after: Tensors) -> list[HeldBack]:
+    """Measure a round's error feedback over clients with leading U; nothing without it."""
+    then, now = (residual_of(client.send, state) for state in (before, after))
+    if not then or not now or client.members > 1:
+        return []
+    count = len(next(iter(now.values())))
+    found = held_back(Compressed(*(tmap(itemgetter(u), part) for part in (sent, then, now))) for u in range(count))
+    return [found] if found else []
 
 
 def _start(
@@ -152,6 +170,29 @@ def updates(client: Client, params: Tensors, batch: Batch, noise: Tensors, state
         parts.append(client.updates(params, some, take(noise, rows), take(state, rows)))
     joined = [{n: torch.cat([part[i][n] for part in parts]).detach() for n in parts[0][i]} for i in (0, 1)]
     return joined[0], joined[1]
+
+
+def undefended(client: Client, base: Client, params: Tensors, truth: Truth) -> tuple[Client, Tensors, Tensors]:
+    """Return the same model's client without any defence, and what it draws and keeps, leading V.
+
+    Noise that the undefended client (`base`) has by itself is no defence, and stays; the defence's is switched off.
+    """
+    plain, one = client.undefended_update(), Batch(truth.raw.inputs[0], truth.raw.targets[0])
+    spec, own = plain.noise_spec(params, one), base.noise_spec(base.params(), one)
+    target_clients = truth.raw.inputs.shape[0]
+    noise: Tensors = {}
+    for name, described in spec.items():
+        off = described.off().to(truth.raw.inputs.device)
+        stays = name in own and own[name].shape == described.shape
+        noise[name] = truth.last[name] if stays else off.expand(target_clients, *off.shape)
+    state = {name: value.expand(target_clients, *value.shape) for name, value in plain.init(params).items()}
+    return plain, noise, state
+
+
+def raw_update(client: Client, base: Client, params: Tensors, truth: Truth) -> Tensors:
+    """Return what the same model would have sent of the raw examples without any defence."""
+    plain, noise, state = undefended(client, base, params, truth)
+    return updates(plain, params, truth.raw, noise, state)[0]
 
 
 def _transformed(client: Client, raw: Batch, noise: Tensors) -> Batch:

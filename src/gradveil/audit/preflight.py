@@ -12,7 +12,7 @@ from torch import nn
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.protocol import Attack, CanRefuse, Prospect
 from gradveil.audit.argument_checks import declared
-from gradveil.audit.attack_selection import UNDEFENDED, WORDS, attacks_against, control_attacks, without_aim
+from gradveil.audit.attack_selection import OF_BATCHES, UNDEFENDED, WORDS, control_attacks, met, without_aim
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.recorded.recorded_updates import observed_images, open_observed
@@ -75,7 +75,8 @@ def obstacles(experiment: Experiment) -> Obstacles:
     """Find out before the first trial what would stop a later one: sizes, models, defended clients, attacks.
 
     An attack that was asked for by name and fits some of the defended clients leaves the others out; attackers that
-    stand for `adaptive` have to fit, for a verdict counts on them. Where updates were recorded, of
+    stand for `adaptive` have to fit, for a verdict counts on them; but those of batches are for some models only, and
+    `adaptive` does without them, as long as somebody is left. Where updates were recorded, of
     apps that share no public images, attackers may lack what they need: they are left out, as long as somebody is left.
     """
     found = list(_obstacles(experiment))
@@ -91,7 +92,8 @@ def obstacles(experiment: Experiment) -> Obstacles:
             problems.append(each)
         elif each.problems and (each.attack in fits or _spared(experiment, each, attacked)):
             unfit[each[:3]] = "; ".join(f"{p.what} -> {p.remedy}" for p in each.problems)
-            problems += (replace(p, severity="warning") for p in each.problems)
+            if each.attack not in OF_BATCHES:
+                problems += (replace(p, severity="warning") for p in each.problems)
         else:
             problems += each.problems
     if not any(problem.severity == "error" for problem in problems):
@@ -111,11 +113,11 @@ def _unfit_controls(experiment: Experiment) -> dict[tuple[int, str, str], str]:
 
 
 def _spared(experiment: Experiment, each: _Meeting, attacked: set[tuple[int, str]]) -> bool:
-    """Say whether recorded updates can do without an attacker that `adaptive` stands for."""
-    return (
-        not experiment.source.simulated
-        and each.attack not in without_aim(experiment.config.attacks)
-        and each[:2] in attacked
+    """Say whether a run can do without an attacker: one of batches, or, on recorded updates, any of `adaptive`."""
+    if each[:2] not in attacked:
+        return False
+    return each.attack in OF_BATCHES or (
+        not experiment.source.simulated and each.attack not in without_aim(experiment.config.attacks)
     )
 
 
@@ -135,7 +137,8 @@ def _obstacles(experiment: Experiment) -> Iterator[Problem | _Meeting]:
         what = (
             f"{config.target_clients} clients from number {config.first_target_client} with {size} examples each need "
         )
-        which = f"those that are {experiment.private.classes[0]}s" if available < len(experiment.private) else _TARGETS
+        which = _TARGETS[config.target_images]
+        which = f"those that are {experiment.private.classes[0]}s" if available < len(experiment.private) else which
         what += f"{config.images_needed} images, '{config.data.name}' has {available} for targets: {which}"
         remedy = (
             f"lower target clients, first_target_client or client.batch; at most {available // size} target clients"
@@ -166,7 +169,7 @@ def _obstacles(experiment: Experiment) -> Iterator[Problem | _Meeting]:
                 client.noise_spec(client.params(), first)
                 if experiment.source.simulated:
                     yield from _speaker_problems(experiment, index, client, f"defences[{i}] '{text}', {where}")
-                attacks = list(attacks_against(config.attacks, text))
+                attacks = met(config, text)
                 yield from _meetings(experiment, index, text, attacks, client, where)
             except GradveilError as error:
                 yield from (
@@ -180,14 +183,18 @@ def _obstacles(experiment: Experiment) -> Iterator[Problem | _Meeting]:
                 return
 
 
-_TARGETS = "those of its test split, or every fourth of a class where it has none"
+_TARGETS = {
+    "test": "those of its test split, or every fourth of a class where it has none",
+    "client": "a tenth of its training split, which one of ten clients holds",
+}
 
 
 def _for_targets(experiment: Experiment) -> int:
     """Count the images that target clients may hold: bundled data may keep some to test a model only."""
     entry = DATASETS.get(experiment.config.data.name)
     whole = len(experiment.private)
-    return whole if entry is None or entry.targets is None or experiment.config.train else min(entry.targets, whole)
+    elsewhere = experiment.config.train or experiment.config.target_images == "client"
+    return whole if entry is None or entry.targets is None or elsewhere else min(entry.targets, whole)
 
 
 def _weight_problems(experiment: Experiment, client: Client, index: int) -> Iterator[Problem]:
@@ -283,7 +290,8 @@ def _source(
         return training, training.public.subset(range(len(training.public))[: config.data.public]), training.private
     images = config.images_needed + speaking * max(client.examples for client in config.client)
     gallery = None if config.data.gallery is None else max(config.data.gallery, images)
-    splits = open_images(config.data, data_dir, gallery)
+    seed = config.seeds[0] if config.target_images == "client" else None
+    splits = open_images(config.data, data_dir, gallery, client_seed=seed)
     return Source(), splits.public, splits.private
 
 
@@ -301,7 +309,7 @@ def others(defences: Iterable[Defence]) -> int:
 
 def _attacks(config: RunConfig, labelled: bool) -> dict[str, Attack]:
     """Build every attack that meets a defence of the run; where nobody knows labels `adaptive` finds them."""
-    texts = (text for defence in config.defences for text in attacks_against(config.attacks, defence))
+    texts = (text for defence in config.defences for text in met(config, defence))
     tuning = config.iterations, config.restarts
     found: dict[str, Attack] = {}
     for text in texts:

@@ -18,11 +18,14 @@ from gradveil.metrics import wilson
 def summarise(trial: Trial) -> dict[str, Any]:
     """Sum one trial up in one flat object.
 
-    Rates count images; means are over images; `seconds` is the attack's working time, summed over processes; an
-    unfinished trial has None. `accuracy` is the model's after `trained` rounds of training, `final_accuracy` that at
-    the end, `client_seconds` what one update takes, `round_*` what a round costs. Of pruning
+    Rates count images; means and standard deviations are over images; `seconds` is the attack's working time, summed
+    over processes; an unfinished trial has None. `accuracy` is the model's after `trained` rounds of training,
+    `final_accuracy` that at the end, `client_seconds` what one update takes, `round_*` what a round costs. Of pruning
     alone, `gamma_1` is the share of the update's energy left out, `gamma_1_assumed` and `gamma_1_least` what dual
-    pruning leaves out at least (the paper's and the sharper bound), `cosine_*` how far a perfect match is off.
+    pruning leaves out at least (the paper's and the sharper bound), `cosine_*` how far a perfect match is off. With
+    error feedback in later rounds it is the share of P = g + e, and `residual_squared` that of the mean residual.
+    `mse_taylor` is the error of Proposition 1 for attackers who match all of a pruned update, `below_taylor` the number
+    of target clients that were reconstructed below it.
     """
     info, records = trial.info, trial.records
     keys = ("trial", "model", "data", "seed", "round", "trained", "client", "defence", "attack")
@@ -42,6 +45,7 @@ def summarise(trial: Trial) -> dict[str, Any]:
         "asr_low": low,
         "asr_high": high,
         "ssim_mean": _mean(images, "ssim"),
+        "ssim_std": _spread(images, "ssim"),
         "psnr_mean": _mean(images, "psnr"),
         "mse_mean": _mean(images, "mse"),
         **{f"{name}_mean": _mean(images, name) for name in info.get("metrics", ())},
@@ -57,6 +61,9 @@ def summarise(trial: Trial) -> dict[str, Any]:
         "gamma_1_assumed": pruned.get("gamma_1_assumed"),
         "cosine_promised": pruned.get("promised"),
         "cosine_worst": pruned.get("worst"),
+        "residual_squared": pruned.get("residual"),
+        "mse_taylor": _mean(records, "mse_taylor"),
+        "below_taylor": below_taylor(records),
         "bytes_sent": info.get("bytes_sent"),
         "seconds": info.get("seconds"),
         "accuracy": training.get("accuracy"),
@@ -71,9 +78,24 @@ def summarise(trial: Trial) -> dict[str, Any]:
     }
 
 
+def below_taylor(records: Sequence[Mapping[str, Any]]) -> int | None:
+    """Count target clients whose error is below that of Proposition 1; None where it says nothing."""
+    pairs = [(record["mse_taylor"], _mean(record["per_image"], "mse")) for record in records if _promised(record)]
+    return sum(mse < promised for promised, mse in pairs if mse is not None) if pairs else None
+
+
+def _promised(record: Mapping[str, Any]) -> bool:
+    return record.get("mse_taylor") is not None
+
+
 def _mean(rows: list[dict[str, Any]], key: str) -> float | None:
     values = [row[key] for row in rows if row.get(key) is not None]
     return fmean(values) if values else None
+
+
+def _spread(rows: list[dict[str, Any]], key: str) -> float | None:
+    values = [row[key] for row in rows if row.get(key) is not None]
+    return pstdev(values) if values else None
 
 
 class TrialSetting(NamedTuple):
@@ -380,6 +402,11 @@ class Row:
         values = [record.get(name) for record in self.trial.records]
         numbers = [float(value) for value in values if isinstance(value, int | float)]
         return fmean(numbers) if numbers else None
+
+    @property
+    def below_taylor(self) -> int | None:
+        """Number of targets with an error below that of Proposition 1; None where it says nothing."""
+        return below_taylor(self.trial.records)
 
     def scores(self) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
         """Yield each image's target client, its place in that client's batch, and its scores."""

@@ -197,6 +197,7 @@ class _Finished(_Address):
     bytes_sent: Amount | None = None
     bytes_dense: Amount | None = None
     pruned: dict[str, float | None] | None = None
+    held_back: list[dict[str, float]] | None = None
     bound: _Bound | None = None
     trace: list[_Point] | None = None
     layers: list[_LayerNoise] | None = None
@@ -239,6 +240,7 @@ class _TargetRecord(StoredPart):
     objective: float | None = None
     initial: float | None = None
     distance: float | None = None
+    mse_taylor: float | None = None
     per_image: Annotated[list[_ImageScores], Field(min_length=1)]
 
 

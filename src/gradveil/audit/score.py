@@ -440,6 +440,7 @@ def _record(
         "cosine": float(tensors["cosine"][v]),
         "first_order_utility": float(tensors["first_order_utility"][v]),
         "second_order_utility": float(tensors["second_order_utility"][v]),
+        "mse_taylor": _known(tensors["mse_taylor"][v]) if "mse_taylor" in tensors else None,
         "per_image": images,
     }
 
@@ -491,7 +492,7 @@ def info_of(experiment: Experiment, trial: TrialAddress, found: Recovered, named
         "cosine": float(tensors["cosine"].mean()),
         "first_order_utility": float(tensors["first_order_utility"].mean()),
         "second_order_utility": float(tensors["second_order_utility"].mean()),
-        "pruned": left_out(tensors["distance"], facts.get("pruned")),
+        "pruned": left_out(tensors["distance"], facts.get("pruned"), facts.get("held_back") or ()),
         "layers": layers_of(tensors, facts.get("layers") or {}),
         "iterations_per_second": facts["row_iterations"] / seconds if seconds else None,
         "bound": mse_bound(experiment, tensors, settings.examples) if len(tensors.get("nats", ())) else None,
@@ -538,6 +539,10 @@ def _trace(experiment: Experiment, found: Recovered, truth: Tensor) -> list[dict
             spread = float(similarity.std(correction=0))
             rows.append({"iterations": count, "asr": rate, "ssim_mean": float(similarity.mean()), "ssim_std": spread})
     return sorted(rows, key=lambda row: row["iterations"])
+
+
+def _known(value: Tensor) -> float | None:
+    return float(value) if bool(value.isfinite()) else None
 
 
 def _median(values: Tensor) -> float | None:

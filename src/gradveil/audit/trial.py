@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.learned import Learned
 from gradveil.attacks.protocol import (
+    Active,
     Attack,
     HasObjective,
     HasPlan,
@@ -22,6 +23,7 @@ from gradveil.attacks.protocol import (
     Persistent,
     Progress,
     Reconstruction,
+    Remark,
 )
 from gradveil.attacks.simulated_updates import Simulated
 from gradveil.audit.argument_checks import answer
@@ -46,23 +48,24 @@ from gradveil.audit.budgets import (
     spends,
     within,
 )
-from gradveil.audit.error_bound import leaked
+from gradveil.audit.error_bound import leaked, taylor_errors
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.grants import active_facts, first, grant, looks_at_last, received, resent, rounds_used, told, ways
-from gradveil.audit.observe import Truth, observe, updates
+from gradveil.audit.observe import Truth, observe, raw_update, updates
 from gradveil.audit.run_warnings import privacy_facts
 from gradveil.client import Client
 from gradveil.client.layer_noise import layer_noise
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
-from gradveil.core.tree import Tensors
+from gradveil.core.tree import Tensors, norm
 from gradveil.core.types import Batch
 from gradveil.core.user_code import users
-from gradveil.defences import Dual, Feedback, OptimalPruning, Pruning
+from gradveil.defences import Aligned, Dual, Feedback, OptimalPruning, Pruning
 from gradveil.defences.guarantees import stages
 from gradveil.federated.training_state import Standing
 from gradveil.metrics import cosine, dense_bytes, relative_distance
-from gradveil.theory.first_order_utility import degraded_cosine, least_gamma, utilities, worst_cosine
+from gradveil.theory.first_order_utility import utilities
+from gradveil.theory.gradient_pruning import degraded_cosine, least_gamma, worst_cosine
 from gradveil.wire.codec import encoded_size
 
 
@@ -72,17 +75,14 @@ def worth(sent: Tensors, raw: Tensors) -> Tensors:
     return {"first_order_utility": first, "second_order_utility": second}
 
 
-def pruned(client: Client, fresh: bool) -> dict[str, float] | None:
+def pruned(client: Client) -> dict[str, float] | None:
     """Return what is known of how much this client's pruning leaves out, None where it does not prune, or not alone.
 
-    `fresh` says that no round came before: from then on error feedback sends what was left out earlier, too. Of dual
-    pruning `gamma_1_assumed` is the lower bound of gamma_1 that the paper prints, `least` our sharper one; both hold
-    for shares that come out whole.
+    It is left out of P = g + e with error feedback, of g without. Of dual pruning `gamma_1_assumed` is the lower bound
+    of gamma_1 that the paper prints, `least` our sharper one; both hold for shares that come out whole.
     """
-    found = [stage for _, stage in stages(client.send)]
-    inner = [stage.inner if isinstance(stage, Feedback) else stage for stage in found]
-    late = not fresh and any(isinstance(stage, Feedback) for stage in found)
-    if not inner or late or client.step or client.batch or client.members > 1:
+    inner = [stage.inner if isinstance(stage, Feedback) else stage for _, stage in stages(client.send)]
+    if not inner or client.step or client.batch or client.members > 1:
         return None
     if not all(isinstance(stage, Pruning) for stage in inner):
         return None
@@ -94,14 +94,27 @@ def pruned(client: Client, fresh: bool) -> dict[str, float] | None:
     return {}
 
 
-def left_out(distance: Tensor, known: Mapping[str, float] | None) -> dict[str, Any] | None:
-    """Tell gamma_1 and Theorem 1's degradation of a perfect match, as means over the target clients.
+def taylor_applies(client: Client) -> bool:
+    """Return whether Proposition 1 of the papers is about this client: it sends one gradient, pruned from both ends."""
+    inner = [stage.inner if isinstance(stage, Feedback) else stage for _, stage in stages(client.send)]
+    ends = any(isinstance(stage, Dual | Aligned) for stage in inner)
+    return pruned(client) is not None and ends and client.local is None
+
+
+def left_out(
+    distance: Tensor, known: Mapping[str, float] | None, held_back: Sequence[Mapping[str, float]] = ()
+) -> dict[str, Any] | None:
+    """Return gamma_1 and Theorem 1's degradation of a perfect match, as means over the target clients.
 
     `promised` is the cosine distance from the raw gradient that the theorem prints, sqrt(gamma_1); `worst` is what a
     gradient equal to what was sent has, 1 - sqrt(1 - gamma_1). The Euclidean one is sqrt(gamma_1) of the raw length.
+    After rounds with error feedback (`held_back`) gamma_1 is that of P = g + e in the last one, over all clients, and
+    the theorem says nothing of g.
     """
     if known is None:
         return None
+    if held_back:
+        return {"gamma": held_back[-1]["gamma"], "residual": held_back[-1]["residual"], **known}
     gamma, perfect = distance.square(), torch.zeros_like(distance)
     found = {
         "gamma": gamma,
@@ -154,11 +167,15 @@ def recover(
     if client.batch:
         tensors["transformed"] = truth.transformed.inputs
     leak, unbounded = leaked(experiment, trial.seed, client, seen, truth)
-    known = pruned(client, fresh=experiment.config.rounds == 1 and not trial.trained)
+    held = [] if experiment.config.rounds == 1 and not trial.trained else list(map(asdict, truth.held_back))
+    if taylor_applies(client) and not held and not isinstance(attack, Active):
+        whole = torch.vmap(norm)(raw)
+        given = experiment, trial.seed, client, plain, seen[-1], truth
+        tensors["mse_taylor"] = taylor_errors(*given, tensors["distance"] * whole)
     own = set(plain.noise_spec(plain.params(), first(truth)))
     drawn = {name: how for name, how in ways(attack, client, first(truth)).items() if name not in own}
     sizes = {name: value[0].numel() for name, value in sent.items()}
-    facts = {"unbounded": unbounded, "pruned": known, "drawn": drawn, "layers": sizes}
+    facts = {"unbounded": unbounded, "pruned": pruned(client), "held_back": held, "drawn": drawn, "layers": sizes}
     return recovered(experiment, client, made, sent, truth, tensors | leak, facts)
 
 
@@ -196,6 +213,10 @@ def attacked(
     attack = _afforded(
         experiment, trial, attack, numbers, lambda tried: tried(seen, simulated_client, knowledge, key), plans
     )
+    remarks: tuple[Remark, ...] = ()
+    if isinstance(attack, Inversion) and attack.variants:
+        attack, remark = attack.rehearsed(seen, simulated_client, knowledge, key)
+        remarks = (remark,)
     done = 0
 
     def count(step: Progress) -> None:
@@ -214,6 +235,7 @@ def attacked(
         inputs, classes = found.inputs.detach().to(like), found.targets.clamp(0, experiment.classes - 1)
         match = Simulated(simulated_client, seen).match(inputs, classes.to(inputs.device), key)
         found = replace(found, match=match.to(found.objective))
+    found = replace(found, remarks=(*found.remarks, *remarks)) if remarks else found
     done = done or int(found.iterations.sum()) * found.objectives.shape[1]
     left = share_left(experiment.attacks[trial.attack], attack)
     return Made(attack, simulated_client, knowledge, grants, secrets, key, found, done, left)
@@ -363,23 +385,6 @@ def sharing(experiment: Experiment) -> dict[str, list[int]]:
 def lessons(experiment: Experiment, examples: int) -> int:
     """Count the updates of so many examples that the public images are good for."""
     return 0 if experiment.public is None else len(experiment.public) // examples
-
-
-def raw_update(client: Client, base: Client, params: Tensors, truth: Truth) -> Tensors:
-    """Return what the same model would have sent without any defence: raw examples, the defence's noise switched off.
-
-    Noise that the undefended client (`base`) has by itself is no defence: it stays.
-    """
-    plain = client.undefended_update()
-    spec, own = plain.noise_spec(params, first(truth)), base.noise_spec(base.params(), first(truth))
-    target_clients = truth.raw.inputs.shape[0]
-    noise: Tensors = {}
-    for name, described in spec.items():
-        off = described.off().to(truth.raw.inputs.device)
-        stays = name in own and own[name].shape == described.shape
-        noise[name] = truth.last[name] if stays else off.expand(target_clients, *off.shape)
-    state = {name: value.expand(target_clients, *value.shape) for name, value in plain.init(params).items()}
-    return updates(plain, params, truth.raw, noise, state)[0]
 
 
 def _noise_by_layer(client: Client, seen: Observation, truth: Truth) -> Tensors:

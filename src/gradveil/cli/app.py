@@ -53,7 +53,7 @@ app.command(
 app.command(
     epilog=_examples(
         "gradveil train digits",
-        'gradveil train digits --rounds 30 --defence none --defence "dgp(feedback=true)" --seed 0 --seed 1',
+        "gradveil train digits --rounds 30 --defence none --defence dgp --seed 0 --seed 1",
         "gradveil train study.toml --set partition.kind=dirichlet --set partition.concentration=0.1",
     )
 )(train)

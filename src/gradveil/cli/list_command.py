@@ -156,8 +156,10 @@ def _notes(kind: str, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _switched(row: Row, flag: str) -> str:
+    """Write an entry with a flag that is not as it is by default."""
     needed = [f"{argument['name']}=…" for argument in row["arguments"] if argument["required"]]
-    return f"{row['name']}({', '.join([*needed, f'{flag}=true'])})"
+    default = any(argument["default"] for argument in row["arguments"] if argument["name"] == flag)
+    return f"{row['name']}({', '.join([*needed, f'{flag}={literal(not default)}'])})"
 
 
 def _kind(kind: str, rows: Sequence[Row]) -> Iterator[RenderableType]:

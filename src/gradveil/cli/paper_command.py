@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
+import shlex
+import shutil
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import typer
+from typer.core import TyperCommand
 
 if TYPE_CHECKING:
-    from gradveil.papers import ComparedCell, Record, Study
+    from gradveil.papers import CostEstimate, TableOverview
 
 paper = typer.Typer(no_args_is_help=True, help="Run the papers' tables, and compare the printed numbers with ours.")
 
 _SCALES = ("quick", "standard", "paper")
+_FORMATS = ("text", "markdown", "latex", "html", "json", "csv")
+_NOT_SHOWN = "Quick scale shows that the table runs: with so few targets and iterations, no number can be compared."
 _HELP = {
     "key": "A paper's key: gradveil paper list.",
     "table": "A table or figure of the paper: gradveil paper list KEY.",
-    "scale": "quick: minutes, shows that it runs. standard: fewer targets and rounds. paper: the paper's counts.",
-    "row": "Printed row, instead of all. Repeatable.",
-    "column": "Printed column, instead of all. Repeatable.",
+    "scale": "quick: at most 90 s, shows that it runs. standard: fewer targets and rounds. paper: the paper's counts.",
+    "rows": "Printed rows, instead of all: --rows none CVB. Repeatable.",
+    "columns": "Printed columns, instead of all. Repeatable.",
+    "settings": "Printed settings, such as a data set with a network, instead of all. Repeatable.",
+    "set": "Set one key of the runs, such as target_clients=8. The command is recorded. Repeatable.",
+    "records": "Folder of the records. Default: benchmarks/results/papers of the checkout.",
+    "of_scale": "Only runs of this scale.",
+    "all": "Include groups of settings and of numbers in the text.",
+    "format": "How to write the table. html draws a figure of the paper again.",
+    "out": "File to write instead of the terminal.",
+    "every": "Include numbers without a measurement.",
+    "record": "Write each finished row into the records.",
     "runs": "Folder of the paper runs.",
     "data": "Folder where data files lie (or set GRADVEIL_DATA).",
     "workers": "Single-threaded worker processes. Default: one per CPU core.",
@@ -29,69 +42,115 @@ _HELP = {
 KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help=_HELP["key"], show_default=False)]
 TableArgument = Annotated[str, typer.Argument(metavar="TABLE", help=_HELP["table"], show_default=False)]
 RunsOption = Annotated[Path, typer.Option("--runs", metavar="DIR", help=_HELP["runs"])]
+RecordsOption = Annotated[Path | None, typer.Option("--records", metavar="DIR", help=_HELP["records"])]
 ScaleOption = Annotated[str, typer.Option(click_type=click.Choice(_SCALES), help=_HELP["scale"])]
 _RUNS = Path("runs") / "papers"
+
+
+class WithLists(TyperCommand):
+    """A command whose repeatable options also take several values at once: `--rows none CVB`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Repeat the option before each value that follows it."""
+        lists = {name for each in self.params if getattr(each, "multiple", False) for name in each.opts}
+        spread, option = list[str](), ""
+        for word in args:
+            if word.startswith("-"):
+                option = word if word in lists else ""
+                spread += [] if option else [word]
+            else:
+                spread += [option, word] if option else [word]
+        return super().parse_args(ctx, spread)
 
 
 @paper.command(name="list")
 def list_tables(
     key: Annotated[str | None, typer.Argument(metavar="[KEY]", help=_HELP["key"], show_default=False)] = None,
+    every: Annotated[bool, typer.Option("--all", help=_HELP["all"])] = False,
     runs: RunsOption = _RUNS,
+    records: RecordsOption = None,
 ) -> int:
-    """List the tables of the papers: what each shows, and how many of its numbers are measured."""
-    from rich.console import Console
-    from rich.table import Table
+    """List the papers' tables: what each shows, what it takes on this machine, and how far it is measured."""
+    from gradveil.papers import find_study, studies
+    from gradveil.runs.pool import cores
 
-    from gradveil.papers import compare, find_study, studies
-
-    console = Console(highlight=False)
+    _say_where_records_are(records)
     for study in [find_study(key)] if key else studies().values():
-        measured = _measured(study, runs)
-        console.print(f"{study.key}: {study.citation}", style="bold")
-        table = Table(box=None, padding=(0, 2, 0, 0))
-        for title in ("table", "shows", "numbers", "result"):
-            table.add_column(title, justify="right" if title == "numbers" else "left", overflow="fold")
-        for entry in study.tables.values():
-            cells = compare(study, entry.name, measured)
-            result = entry.without_run or _counts(cells)
-            table.add_row(entry.name, entry.shows, str(len(cells)), result)
-        console.print(table)
-        console.print()
-    console.print("Run one: gradveil paper run KEY TABLE --scale quick. Compare: gradveil paper show KEY TABLE.")
+        typer.secho(f"{study.key}\n{study.citation}", bold=True)
+        tables = study.list(runs, records)
+        shown = [each for each in tables if every or not each.entry.in_text]
+        for each in shown:
+            typer.echo("\n".join(_overview(each)))
+        if left := len(tables) - len(shown):
+            typer.echo(f"  {left} groups of numbers in the text: settings of the runs, or quoted. See them: --all")
+        typer.echo()
+    typer.echo(
+        f"Times are for {cores()} cores: from recorded seconds, or (~) from the cost model. Attacks may stop earlier.\n"
+        "Compare: gradveil paper show KEY TABLE."
+    )
     return 0
 
 
-@paper.command(name="run")
+def _overview(each: TableOverview) -> list[str]:
+    entry, compared = each.entry, each.compared
+    lines = textwrap.wrap(f"{entry.name}: {entry.shows}", 78, initial_indent="  ", subsequent_indent="    ")
+    if not each.command:
+        reason = f"{len(compared.cells)} numbers, not run: {entry.reason}"
+        return [*lines, *textwrap.wrap(reason, 78, initial_indent="    ", subsequent_indent="    ")]
+    recorded = ", ".join(f"{count} at {scale}" for scale, count in compared.scales.items()) or "none"
+    times = ", ".join(f"{scale} {_time(scale, cost)}" for scale, cost in each.times.items())
+    facts = [f"{len(compared.cells)} numbers, measured: {recorded}", f"takes: {times}", compared.summary]
+    return [*lines, *(f"    {fact}" for fact in facts), f"    $ {each.command}"]
+
+
+def _time(scale: str, cost: CostEstimate) -> str:
+    """Write a time; a quick run that would take longer than its limit goes on when it is called again."""
+    return f"90 s of {cost.text}" if scale == "quick" and cost.seconds > 90 else cost.text
+
+
+@paper.command(name="run", cls=WithLists)
 def run_table(
     key: KeyArgument,
     table: TableArgument,
     scale: ScaleOption = "quick",
-    row: Annotated[list[str] | None, typer.Option(help=_HELP["row"])] = None,
-    column: Annotated[list[str] | None, typer.Option(help=_HELP["column"])] = None,
+    rows: Annotated[list[str] | None, typer.Option(help=_HELP["rows"])] = None,
+    columns: Annotated[list[str] | None, typer.Option(help=_HELP["columns"])] = None,
+    settings: Annotated[list[str] | None, typer.Option(help=_HELP["settings"])] = None,
+    changes: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_HELP["set"])] = None,
     runs: RunsOption = _RUNS,
     data_dir: Annotated[Path | None, typer.Option(help=_HELP["data"])] = None,
     workers: Annotated[int | None, typer.Option(min=1, help=_HELP["workers"])] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Remove earlier results and start again.")] = False,
-    record: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write each finished row into the records of this folder.")
-    ] = None,
+    record: Annotated[bool, typer.Option("--record", help=_HELP["record"])] = False,
+    records: RecordsOption = None,
 ) -> int:
     """Run a table, row by row. The same command continues where it stopped and repeats no finished trial."""
-    from gradveil.papers import find_study, row_runs, run_row
-    from gradveil.papers.records import write
+    from gradveil.papers import find_study
 
     study = find_study(key)
-    todo = row_runs(study, table, scale, row or (), column or ())  # type: ignore[arg-type]
-    if not todo:
-        typer.echo(f"{study.table(table).name}: nothing to run. {study.table(table).without_run}")
+    entry = study.table(table)
+    if entry.reason:
+        typer.echo(f"{entry.name}: nothing to run. {entry.reason}")
         return 0
-    for number, each in enumerate(todo, 1):
-        what = f"against {', '.join(each.attacks)}" if each.attacks else "training"
-        typer.echo(f"[{number}/{len(todo)}] {each.run}: {each.defence}, {what}", err=True)
-        measured = run_row(each, runs, data_dir, workers, fresh)
-        if record is not None:
-            write(measured, record / study.key)
-    typer.echo(f"Compare: gradveil paper show {key} {json.dumps(study.table(table).name)}", err=True)
+    chosen: Any = {"rows": rows or (), "columns": columns or (), "settings": settings or (), "changes": changes or ()}
+    cost = study.cost(table, scale, **chosen, workers=workers, records=records)  # type: ignore[arg-type]
+    most = ", at most 90 s at a time" if scale == "quick" else ""
+    typer.echo(f"{entry.name} at scale {scale}: {cost.runs} rows, about {cost.text}{most}.", err=True)
+    if scale == "quick":
+        typer.echo(_NOT_SHOWN, err=True)
+    study.run(
+        table,
+        scale,  # type: ignore[arg-type]
+        **chosen,
+        runs=runs,
+        data_dir=data_dir,
+        workers=workers,
+        fresh=fresh,
+        record=record,
+        records=records,
+        tell=lambda line: typer.echo(line, err=True),
+    )
+    typer.echo(f"Compare: gradveil paper show {shlex.join([key, entry.name])}", err=True)
     return 0
 
 
@@ -99,99 +158,49 @@ def run_table(
 def show_table(
     key: KeyArgument,
     table: TableArgument,
+    form: Annotated[str, typer.Option("--format", click_type=click.Choice(_FORMATS), help=_HELP["format"])] = "text",
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help=_HELP["out"])] = None,
+    every: Annotated[bool, typer.Option("--all", help=_HELP["every"])] = False,
     runs: RunsOption = _RUNS,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one object per printed number.")] = False,
-    every: Annotated[bool, typer.Option("--all", help="Include numbers without a measurement.")] = False,
+    records: RecordsOption = None,
 ) -> int:
-    """Show a table's printed numbers beside ours, with a status for each."""
-    from rich.console import Console
-    from rich.table import Table
+    """Show a table's printed numbers next to ours: which agree, which differ and why, and which were not run."""
+    from gradveil.papers import find_study
+    from gradveil.papers.table_formats import FORMATS, as_text
 
-    from gradveil.papers import compare, find_study
-
-    study = find_study(key)
-    cells = compare(study, table, _measured(study, runs))
-    if as_json:
-        typer.echo(json.dumps([_as_object(cell) for cell in cells], indent=1))
-        return 0
-    console = Console(highlight=False)
-    console.print(f"{study.citation}: {study.table(table).name}", style="bold")
-    console.print(study.table(table).shows)
-    lines = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("setting", "row", "column", "metric", "paper", "ours", "n", "scale", "status"):
-        lines.add_column(title, justify="right" if title in ("paper", "ours", "n") else "left")
-    for compared in cells:
-        if every or compared.ours is not None:
-            lines.add_row(*_line(compared))
-    console.print(lines)
-    console.print(_counts(cells))
-    for reason in dict.fromkeys(f"{cell.status}: {cell.reason}" for cell in cells if cell.reason):
-        console.print(reason)
+    _say_where_records_are(records)
+    compared = find_study(key).compare(table, runs, records)
+    width = max(80, shutil.get_terminal_size().columns)
+    text = as_text(compared, width, every) if form == "text" else FORMATS[form](compared)
+    if out is None:
+        typer.echo(text)
+    else:
+        out.write_text(text, "utf-8")
+        typer.echo(f"{compared.summary}. Written: {out}")
     return 0
 
 
 @paper.command(name="record")
 def record_runs(
     key: KeyArgument,
-    to: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the papers' records.")],
     runs: RunsOption = _RUNS,
-    scale: ScaleOption = "paper",
+    scale: Annotated[str | None, typer.Option(click_type=click.Choice(_SCALES), help=_HELP["of_scale"])] = None,
+    records: RecordsOption = None,
 ) -> int:
     """Write finished runs into the records: the scores of every image, and what each measurement took."""
     from gradveil.papers import find_study
-    from gradveil.papers.records import write
+    from gradveil.papers.records import folder_to_write, write
 
     study = find_study(key)
-    found = [record for record in _local(study, runs) if record.scale == scale and record.status == "complete"]
-    for file in write(found, to / study.key):
+    found = [each for each in study.local(runs) if each.scale == (scale or each.scale) and each.status == "complete"]
+    for file in write(found, folder_to_write(records) / study.key):
         typer.echo(str(file))
     return 0
 
 
-def _measured(study: Study, runs: Path) -> dict[tuple[str, str, str], Record]:
-    """Choose the best measurement of each place, packaged or local."""
-    from gradveil.papers import best, packaged
+def _say_where_records_are(records: Path | None) -> None:
+    from gradveil.papers.records import RECORDS, records_folder
 
-    return best([*packaged(study.key), *_local(study, runs)])
-
-
-def _local(study: Study, runs: Path) -> list[Record]:
-    """Read the local runs of a paper at every scale."""
-    from gradveil.papers import row_runs
-
-    everything = {
-        each.folder: each
-        for entry in study.tables.values()
-        for scale in _SCALES
-        for each in row_runs(study, entry.name, scale)
-    }
-    return [record for each in everything.values() for record in each.measured(runs)]
-
-
-def _counts(cells: list[ComparedCell]) -> str:
-    counts = Counter(cell.status for cell in cells)
-    return ", ".join(f"{count} {status}" for status, count in counts.most_common())
-
-
-def _line(compared: ComparedCell) -> list[str]:
-    cell = compared.cell
-    spread = "" if cell.spread is None else f" ± {cell.spread:g}"
-    ours = "" if compared.ours is None else f"{compared.ours:.4g} ({compared.low:.3g} to {compared.high:.3g})"
-    scale = compared.record.scale if compared.record else ""
-    texts = [cell.setting, cell.row, cell.column, cell.metric, f"{cell.printed}{spread}", ours]
-    return [*texts, str(compared.count or ""), scale, compared.status]
-
-
-def _as_object(compared: ComparedCell) -> dict[str, Any]:
-    cell, record = compared.cell, compared.record
-    told = {name: getattr(cell, name) for name in ("table", "setting", "row", "column", "metric", "unit")}
-    return {
-        **told,
-        "paper": cell.number if cell.number is not None else cell.printed,
-        "paper_spread": cell.spread,
-        **{name: getattr(compared, name) for name in ("ours", "low", "high", "count", "status", "reason")},
-        "baseline": record.baseline if record else None,
-        "scale": record.scale if record else None,
-        "date": record.date if record else None,
-        "machine": record.machine if record else None,
-    }
+    if records_folder(records) is None:
+        where = f"in {RECORDS} of Gradveil's repository"
+        typer.echo(f"No records here: they are {where}. Run from a checkout, or give --records DIR.", err=True)

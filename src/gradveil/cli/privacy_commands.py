@@ -107,7 +107,8 @@ def bound(
     It holds for images that are normal with the public images' spectrum; labels and the randomness of the model count
     as known. The result is the higher of two bounds: Bayesian Cramér-Rao, which needs a model without ReLU, and mutual
     information. Other defences have no known bound. The output also has the first- and second-order utility of a step,
-    1 and -1 without a defence.
+    1 and -1 without a defence; and for dual pruning the error of Proposition 1 of Xue et al. 2024, which is of first
+    order and binds only attackers who match all of the pruned update.
     """
     import torch
     from rich.console import Console
@@ -126,13 +127,15 @@ def bound(
     console = Console(width=None if Console().is_terminal else 120, markup=False)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     several = len({(row["client"], row["seed"]) for row in rows}) > 1
-    numbers = ("MSE bound", "of baseline", *_UTILITIES)
+    pruned = any(row["mse_taylor"] is not None for row in rows)
+    numbers = ("MSE bound", "of baseline", *_UTILITIES, *(("Taylor MSE",) if pruned else ()))
     for header in ("defence", *(("client", "seed") if several else ()), *numbers, "by"):
         table.add_column(header, overflow="fold")
     for row in rows:
         where = [row["client"], str(row["seed"])] if several else []
         share = row["mse_bound"] / row["mse_prior"] if row["mse_bound"] is not None else None
         left = [number(row[key]) for key in _UTILITIES.values()]
+        left += [number(row["mse_taylor"])] if pruned else []
         reason = row["by"] or row["unbounded"]
         table.add_row(row["defence"], *where, number(row["mse_bound"]), percent(share), *left, reason)
     console.print(table)
@@ -140,14 +143,27 @@ def bound(
     meaning += "with the public images' spectrum. Baseline: the mean image, which ignores the update. Utility: "
     meaning += "expected loss decrease of a small step, relative to the undefended update; minus its mean square."
     console.print(meaning, style="dim")
+    if pruned:
+        console.print(_TAYLOR, style="dim")
     return 0
 
 
+_TAYLOR = (
+    "Taylor MSE: Proposition 1 of Xue et al. 2024 on dual pruning, mean over the target clients. It is of first order, "
+    "and binds attackers whose image has all of the pruned update as its gradient. An attacker who reads the mask off "
+    "the zeros compares only what was sent, and goes below it."
+)
+
+
 def _rows(experiment: Experiment) -> Iterator[dict[str, Any]]:
+    import torch
+
     from gradveil.audit.attack_selection import TrialAddress
-    from gradveil.audit.error_bound import leaked, mse_bound
-    from gradveil.audit.observe import observe
-    from gradveil.audit.trial import raw_update, worth
+    from gradveil.audit.error_bound import leaked, mse_bound, taylor_errors
+    from gradveil.audit.observe import observe, raw_update
+    from gradveil.audit.trial import taylor_applies, worth
+    from gradveil.core.tree import norm
+    from gradveil.metrics import relative_distance
 
     config = experiment.config
     for seed in config.seeds:
@@ -162,8 +178,13 @@ def _rows(experiment: Experiment) -> Iterator[dict[str, Any]]:
                     if reason
                     else mse_bound(experiment, information, settings.examples)
                 )
-                last = seen[-1]
-                left = worth(last.update, raw_update(client, experiment.undefended(index, seed), last.params, truth))
+                last, base = seen[-1], experiment.undefended(index, seed)
+                raw = raw_update(client, base, last.params, truth)
+                left = worth(last.update, raw)
+                taylor = None
+                if taylor_applies(client) and config.rounds == 1:
+                    away = relative_distance(last.update, raw) * torch.vmap(norm)(raw)
+                    taylor = taylor_errors(experiment, seed, client, base, last, truth, away)
                 yield {
                     "defence": text,
                     "client": settings.title,
@@ -173,6 +194,7 @@ def _rows(experiment: Experiment) -> Iterator[dict[str, Any]]:
                     "mse_prior": limit["prior"],
                     "by": limit["by"],
                     "unbounded": reason,
+                    "mse_taylor": None if taylor is None else float(taylor.nanmean()),
                     **{name: float(value.mean()) for name, value in left.items()},
                 }
 

@@ -3,7 +3,7 @@
 from gradveil.client.client import Client, looped_updates
 from gradveil.client.local_training import BatchDefences, LazyNoise, Local
 from gradveil.client.pipeline import Pipeline, Task, finite_or_before
-from gradveil.client.public_messages import announced, proposer, scheduled, speakers
+from gradveil.client.public_messages import announced, proposer, scheduled, speakers, takes_turns
 from gradveil.client.seeded_update import ClientTask, drawn_update, drawn_updates, first_gradient, idle_update
 from gradveil.client.simulated_client import cosine_distances, kept_direction, layer_statistics, transformed_batch
 from gradveil.client.state_file import load_state, save_state
@@ -33,5 +33,6 @@ __all__ = [
     "save_state",
     "scheduled",
     "speakers",
+    "takes_turns",
     "transformed_batch",
 ]

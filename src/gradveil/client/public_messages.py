@@ -25,6 +25,11 @@ def speakers(client: Client) -> int:
     return client.send.speakers() if isinstance(client.send, HasMessages) else 0
 
 
+def takes_turns(client: Client) -> bool:
+    """Return whether clients speak in turn, instead of being drawn at random in each round."""
+    return isinstance(client.send, HasMessages) and client.send.takes_turns()
+
+
 def proposer(client: Client) -> Client:
     """Return the same client, except that its update is what it proposes before the round."""
     send = client.send

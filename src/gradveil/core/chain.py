@@ -126,6 +126,11 @@ class Chain(Transform, HasMessages):
         """Return the largest number of speakers that a stage needs."""
         return max((stage.speakers() for _, stage in self if isinstance(stage, HasMessages)), default=0)
 
+    def takes_turns(self) -> bool:
+        """Return whether the stages that need speakers all let clients speak in turn."""
+        ways = [s.takes_turns() for _, s in self if isinstance(s, HasMessages) and s.speakers()]
+        return bool(ways) and all(ways)
+
     def proposal(self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context) -> Tensors:
         """Return the proposals of all stages; each sees the update as the stages before it left it."""
         said: Tensors = {}

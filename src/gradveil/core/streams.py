@@ -19,8 +19,10 @@ class Stream(StrEnum):
     TRAINING = "training"
     PARTITION = "partition"
     VALIDATION = "validation"
+    EVALUATION = "evaluation"
     SELECTED = "selected-clients"
     ABSENT = "absent-clients"
+    SPEAKERS = "speaking-clients"
     EXAMPLES = "examples"
     # Audits
     ATTACK = "attack"
@@ -54,6 +56,7 @@ class Stream(StrEnum):
     DISTURBANCE = "disturbance"
     FISHING = "fishing"
     PROBES = "probes"
+    REHEARSAL = "rehearsal"
     SIZES = "trap-sizes"
     PLACES = "trap-places"
     MEASURES = "imprint-measures"

@@ -219,6 +219,10 @@ class HasMessages(ABC):
         """Return the number of clients that send a proposal before a round."""
         return 0
 
+    def takes_turns(self) -> bool:
+        """Return whether clients send proposals in turn, instead of being drawn at random in each round."""
+        return False
+
     def proposal(self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context) -> Tensors:
         """Return what a speaker publishes about the update that it is going to send."""
         return {}

@@ -174,7 +174,12 @@ def _parquet_rows(files: list[Path], image: str | None, label: str | None) -> So
         return values(tables, _present(name, schema.names, where))
 
     def read(indices: Sequence[int]) -> Images:
-        wanted, start = iter(indices), 0
+        ascending = sorted(set(indices))
+        if list(indices) != ascending:  # the files are read from their start to their end
+            found = dict(zip(ascending, read(ascending), strict=True))
+            yield from (found[index] for index in indices)
+            return
+        wanted, start = iter(ascending), 0
         following = next(wanted, None)
         for table in tables:
             if following is None or following >= start + table.metadata.num_rows:
@@ -308,19 +313,20 @@ def two_splits(opened: dict[str, SourceSplit]) -> tuple[SourceSplit, SourceSplit
     is_private = np.zeros(len(only.labels), dtype=bool)
     for indices in by_class.values():
         is_private[indices[3::4] or indices[1:][-1:]] = True
-    return _pick(only, np.flatnonzero(~is_private)), _pick(only, np.flatnonzero(is_private))
+    return pick(only, np.flatnonzero(~is_private)), pick(only, np.flatnonzero(is_private))
 
 
-def _pick(rows: SourceSplit, indices: NDArray[Any]) -> SourceSplit:
+def pick(rows: SourceSplit, indices: NDArray[Any]) -> SourceSplit:
+    """Return some rows of a split, in this order."""
     chosen = indices.tolist()
 
-    def pick(values: Sequence[Any]) -> list[Any]:
+    def of_chosen(values: Sequence[Any]) -> list[Any]:
         return [values[index] for index in chosen]
 
     return rows._replace(
-        labels=pick(rows.labels),
+        labels=of_chosen(rows.labels),
         decode=lambda wanted: rows.decode([chosen[index] for index in wanted]),
-        column=lambda name: pick(rows.column(name)),
+        column=lambda name: of_chosen(rows.column(name)),
     )
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.formatting import plural
+from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.data import bundled, hub
 from gradveil.data.dataset import Dataset, Splits
 from gradveil.data.hub import marked, recolour, resize, stack
@@ -112,13 +114,16 @@ def load(
     image_column: str | None = None,
     label_column: str | None = None,
     column: str | None = None,
+    client_seed: int | None = None,
 ) -> Splits:
     """Load the public and private images of a data set by its short name, Hugging Face name, or path.
 
     `size` is the side of the resized images in pixels, None for their own. `channels` 1 makes them grey, 3 colour. The
     limits keep the first images of each split and decode no others. `normalise`: `"dataset"` uses the published mean
     and std, or else those of the (decoded) public images; `"none"` leaves pixels in [0, 1]; a pair (means, stds) is
-    used as it is. `column` names an additional column of the public images to read.
+    used as it is. `column` names an additional column of the public images to read. With `client_seed` the private
+    images are those of one of ten clients: a tenth of the training images, drawn and put in random order by the seed.
+    The others stay public, and the test images are not read.
 
     >>> splits = load("digits", normalise="none", limit_private=8)
     >>> tuple(splits.private.inputs.shape), splits.private.targets.tolist()
@@ -127,12 +132,16 @@ def load(
     _check(name, size, channels, normalise, limit_public, limit_private)
     limits = (limit_public, limit_private)
     if name in DATASETS and DATASETS[name].bundled:
-        entry, loaded = DATASETS[name], _from_wheels(name, size, column)
+        entry, loaded = DATASETS[name], _from_wheels(name, size, column, client_seed)
     else:
         entry = DATASETS.get(_SAME.get(name, name), DatasetEntry(name, f"{name}, as given by the user.", bundled=False))
         data_folder = data_dir or os.environ.get(DATA_DIR)
         opened = _open(name, Path(data_folder).expanduser() if data_folder else None, image_column, label_column)
-        loaded = _from_rows(*hub.two_splits(opened), size, limits, column)
+        open_to_all, held = hub.two_splits(opened)
+        if client_seed is not None:
+            others, own = _client(len(open_to_all.labels), client_seed)
+            open_to_all, held = hub.pick(open_to_all, others.numpy()), hub.pick(open_to_all, own.numpy())
+        loaded = _from_rows(open_to_all, held, size, limits, column)
     pixels = [recolour(part, channels, f"data {name!r}") for part in loaded.pixels]
     if pixels[0].shape[1:] != pixels[1].shape[1:]:
         what = f"public images are {tuple(pixels[0].shape[1:])}, private {tuple(pixels[1].shape[1:])}"
@@ -169,8 +178,23 @@ class _Loaded(NamedTuple):
     marks: tuple[Sequence[int], Sequence[int]] = ((), ())
 
 
-def _from_wheels(name: str, size: int | None, column: str | None) -> _Loaded:
+CLIENTS = 10
+"""Number of clients among whom the training images are dealt where target images are those of one of them."""
+
+
+def _client(images: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Deal images to clients; return the places of the other clients' images, and those of one client's."""
+    order = torch.randperm(images, generator=Key(seed, (Stream.PARTITION,)).generator())
+    held = max(1, images // CLIENTS)
+    return order[held:].sort().values, order[:held]
+
+
+def _from_wheels(name: str, size: int | None, column: str | None, client_seed: int | None) -> _Loaded:
     raw: bundled.Raw = getattr(bundled, name)()
+    if client_seed is not None:
+        others, own = _client(len(raw.public), client_seed)
+        images, labels = raw.public, raw.public_labels
+        raw = bundled.Raw(images[others], labels[others], images[own], labels[own])
     _affordable(len(raw.public) + len(raw.private), size)
     pixels = (resize(raw.public, size), resize(raw.private, size))
     values = hub.no_columns(column) if column not in (None, LABEL) else ()

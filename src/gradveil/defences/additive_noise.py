@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -11,13 +12,19 @@ import torch
 from torch import Tensor
 
 from gradveil.core.noise import Laplace, Law, Noise, NoiseSpec, Normal
-from gradveil.core.settings import Checked, Range, Strength
+from gradveil.core.settings import Bound, Checked, Range, Strength
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Context, Multiplier, Stage, Transform
 from gradveil.defences.entry import KNOWING, DefenceEntry
 
 On = Annotated[Literal["mean", "sum"], "What the noise is scaled for: the mean over the batch, or the sum before it."]
 Std = Annotated[Strength, "Standard deviation of the noise."]
+Clamp = Annotated[Bound, "Magnitude to which entries are cut before the noise."]
+
+
+def clamped(update: Tensors, bound: float) -> Tensors:
+    """Cut every entry to [-bound, bound]; an infinite bound changes nothing."""
+    return {n: value.clamp(-bound, bound) for n, value in update.items()} if math.isfinite(bound) else update
 
 
 class Additive(Transform):
@@ -42,15 +49,25 @@ class Gaussian(Checked, Additive):
 
     With `on="sum"` the noise has that standard deviation on the *sum* over the batch, so std / B on the mean that is
     sent: DP-SGD's convention (Abadi et al. 2016, Alg. 1), with std = sigma * tau.
+
+    With a finite `clamp` C, entries are first cut to [-C, C]: the "DP-SGD" of Chen, Gürsoy and Lei 2024. That bounds no
+    norm that an accountant could use, but it brings no two updates further apart, so a clip before it still counts.
     """
 
     std: Std
     on: On = "mean"
     scaled_to: Annotated[float | None, Range(0, low_open=True, unlimited=True, optional=True)] = None
     """The clip norm that the standard deviation was chosen for; checked against what the clips before it bound."""
+    clamp: Clamp = math.inf
     label: ClassVar[str] = "gaussian"
     guarantee: ClassVar[str] = "differential privacy only after a clip; an accountant gives epsilon"
-    identity_settings: ClassVar = {"std": 0.0}
+    identity_settings: ClassVar = {"std": 0.0, "clamp": math.inf}
+
+    def multiplier(
+        self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
+    ) -> Multiplier | None:
+        """Nothing is done while all of the noise is off and entries are not cut."""
+        return None if math.isfinite(self.clamp) else super().multiplier(params, noise, off)
 
     def on_mean(self, value: float, examples: int) -> float:
         """Convert what is measured where the standard deviation is to the mean over so many examples."""
@@ -67,7 +84,8 @@ class Gaussian(Checked, Additive):
     def apply(
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
-        """Add the scaled noise."""
+        """Cut the entries, if that is wanted, and add the scaled noise."""
+        update = clamped(update, self.clamp)
         std = self.on_mean(self.std, context.divisor)
         if std > torch.finfo(next(iter(update.values())).dtype).max:  # no scalar of this dtype, and the sum is infinite
             return {name: value + std * noise[name] for name, value in update.items()}, state
@@ -106,8 +124,8 @@ def _additive(params: Mapping[str, Tensor], law: Law) -> NoiseSpec:
     return NoiseSpec({name: Noise(tuple(p.shape), law, neutral=0.0, dtype=p.dtype) for name, p in params.items()})
 
 
-def _gaussian(std: Std) -> Gaussian:
-    return Gaussian(std)
+def _gaussian(std: Std, clamp: Clamp = math.inf) -> Gaussian:
+    return Gaussian(std, clamp=clamp)
 
 
 NOISES = (

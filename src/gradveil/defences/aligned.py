@@ -37,6 +37,9 @@ class Aligned(Checked, Pruning, HasMessages):
                so that every position comes back after 1 / k rounds. No client speaks. Without the others the mask could
                only shrink: what is outside is not sent, and what is not sent is not in the mean.
     The last two are ours. A client that speaks also reveals the positions of its largest entries.
+
+    In each round of a training the speakers are drawn at random among the clients that answer, as in the preprint;
+    `speaker=turns` lets all clients speak in turn.
     """
 
     keep: Annotated[Kept, "Share of entries that are sent."] = 0.2
@@ -46,6 +49,9 @@ class Aligned(Checked, Pruning, HasMessages):
         "Source of the public mask: one client, several clients, or the mean update of the round before.",
     ] = "broadcast"
     voters: Annotated[int, Range(OUTVOTING, integer=True), "Number of clients that vote."] = 5
+    speaker: Annotated[
+        Literal["random", "turns"], "Choice of the clients that speak: drawn at random in each round, or in turn."
+    ] = "random"
     label: ClassVar[str] = "adgp"
     ordered: ClassVar[bool] = True
     identity_settings: ClassVar = {"keep": 1.0, "top": 0.0}
@@ -57,6 +63,8 @@ class Aligned(Checked, Pruning, HasMessages):
             yield Problem("adgp", what, "give shares whose sum is at most 1")
         if self.selection in ("broadcast", "previous"):
             yield from unused("adgp", self, ("voters",), "there is no vote but with selection=vote")
+        if self.selection == "previous":
+            yield from unused("adgp", self, ("speaker",), "no client speaks with selection=previous")
 
     def removed(self) -> float:
         """Return the share of entries set to zero."""
@@ -95,6 +103,10 @@ class Aligned(Checked, Pruning, HasMessages):
     def speakers(self) -> int:
         """Count the clients that publish a mask before a round."""
         return {"broadcast": 1, "vote": self.voters, "previous": 0}[self.selection]
+
+    def takes_turns(self) -> bool:
+        """Return whether clients speak in turn."""
+        return self.speaker == "turns"
 
     def proposal(self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context) -> Tensors:
         """Name the positions of the 2 k P largest entries, the dropped ones among them: `mask.<parameter>`."""

@@ -38,7 +38,7 @@ from gradveil.core.noise import Noise, NoiseSpec
 from gradveil.core.secure_noise import Rounded
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Context, Transform
-from gradveil.defences.additive_noise import Gaussian
+from gradveil.defences.additive_noise import Gaussian, clamped
 from gradveil.defences.dp import Clip
 from gradveil.defences.guarantees import counted, known, stages
 
@@ -83,7 +83,7 @@ class LatticeGaussian(Gaussian):
         """Round to the grid and add integer steps; only the final conversion to the update's dtype rounds again."""
         sent = {
             name: (value.double() / self.grid.step).round_().add_(noise[name]).mul_(self.grid.step)
-            for name, value in update.items()
+            for name, value in clamped(update, self.clamp).items()
         }
         return {name: value.to(context.params[name].dtype) for name, value in sent.items()}, state
 
@@ -132,7 +132,10 @@ def deployed(client: Client, batch: Batch) -> Deployed:
         if run.floating:
             without = f"noise in floating point ('{run.floating}') comes before the noise that counts"
         first, *rest = run.places
-        chain[first] = LatticeGaussian(math.sqrt(run.variance), grid=Grid.of(run.bound, entries))
+        noisy = chain[first]
+        assert isinstance(noisy, Gaussian)
+        grid = Grid.of(run.bound, entries)
+        chain[first] = LatticeGaussian(math.sqrt(run.variance), clamp=noisy.clamp, grid=grid)
         for place in rest:
             chain[place] = Gaussian(0.0)
     if any(stage.exact for stage in chain if stage.per_example):

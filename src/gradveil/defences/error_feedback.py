@@ -81,6 +81,10 @@ class Feedback(Transform, HasMessages):
         """Count the users whom the inner transform asks."""
         return self.inner.speakers() if isinstance(self.inner, HasMessages) else 0
 
+    def takes_turns(self) -> bool:
+        """Return whether the inner transform lets clients speak in turn."""
+        return isinstance(self.inner, HasMessages) and self.inner.takes_turns()
+
     def proposal(self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context) -> Tensors:
         """Propose what the inner transform does of the update plus the residual."""
         if not isinstance(self.inner, HasMessages):
@@ -106,6 +110,17 @@ class Feedback(Transform, HasMessages):
         """Around the identity the residual stays zero."""
         settings = self.inner.identity_settings
         return None if settings is None else {"inner": replace(self.inner, **settings)}  # pyright: ignore
+
+
+def residual_of(send: Transform | None, state: Mapping[str, Tensor]) -> Tensors | None:
+    """Return the residual in a client's state; None unless error feedback is the last stage before sending.
+
+    There P = sent + residual is what was compressed, since the residual is what was left out of it.
+    """
+    name, last = send.stages[-1] if isinstance(send, Chain) and send.stages else ("transform", send)
+    if not isinstance(last, Feedback):
+        return None
+    return select(state, f"send.{name}.residual" if isinstance(send, Chain) else "send.residual")
 
 
 def _parts(transform: Transform) -> list[tuple[str, Transform]]:

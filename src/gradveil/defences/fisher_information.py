@@ -2,10 +2,15 @@
 
 The client sends a function of (g(x) + noise), where g is the update before its noise; stages after the noise can only
 lose information. If local training adds noise in each step, every noisy step is counted as if the attacker saw it.
+
+Pruning with public masks (`optimal-prune(form=global)`) shows only the kept entries. For a mixed defence, whose coin
+prunes entry i with probability p_i, expectations over the coin count, (1 - p_i) ||dg_i/dx||^2 / s^2: by Jensen's
+inequality the bounds hold with them (Chen, Gürsoy and Lei 2024, Eq. 2 and Lemma A.4).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -21,7 +26,7 @@ from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, squared_norm, tmap, wide
 from gradveil.core.types import Batch, Context, Stage, Transform
 from gradveil.core.user_code import users
-from gradveil.defences.additive_noise import Additive, Gaussian, Laplacian
+from gradveil.defences.additive_noise import Additive, Gaussian, Laplacian, clamped
 from gradveil.defences.dp import Clip, FadingClip, FadingNoise
 from gradveil.defences.guarantees import known, stages
 from gradveil.defences.optimal import OptimalNoise, OptimalPruning
@@ -56,8 +61,9 @@ class Sight:
     """The client with the noise of its local training."""
     laplace: float = 0.0
     """Scale of Laplace noise alone; 0 without any, or for a sum of several clients."""
-    fitted: OptimalNoise | None = None
-    """Noise whose variances are fitted to public images: it has variance 1 on the update divided by their roots."""
+    fitted: OptimalNoise | OptimalPruning | None = None
+    """Noise whose variances are fitted to public images: it has variance 1 on the update divided by their roots. Or
+    pruning with masks that are fitted to them: the noise is on the update times the roots of the kept shares."""
 
 
 def obstacle(client: Client, batch: Batch) -> str | None:
@@ -87,8 +93,14 @@ def obstacle(client: Client, batch: Batch) -> str | None:
         return "the examples of a noisy step of local training are drawn at random"
     if client.pipeline.trains_private_layers and _first(step) is not None:
         return "private layers are trained between noisy steps"
-    if client.members > 1 and _fitted(send) is not None:
+    first = _first(step)
+    if first is not None and isinstance(step[first][1], OptimalNoise | OptimalPruning):
+        return "noise or masks that are fitted to public images are in the steps of local training"
+    fitted = _fitted(client)
+    if client.members > 1 and isinstance(fitted, OptimalNoise):
         return "updates with noise fitted to public images are summed"
+    if client.members > 1 and isinstance(fitted, OptimalPruning) and fitted.mixed:
+        return "updates with masks of several coins are summed"
     if client.members > 1 and client.local and _first(step) is not None:
         return "updates with noise in each step of local training are summed"
     return None
@@ -99,9 +111,14 @@ def sight(client: Client, examples: int) -> Sight:
     each = examples // client.members
     _, before, noise, _ = _split(client)
     smooth = not any(isinstance(module, KINKED) for module in client.model.modules())
-    fitted = _fitted(stages(client.send))
-    if fitted is not None and not noise:
-        clean = replace(client, send=Chain((*before, ("clamp", _Divided(fitted)))))
+    fitted = _fitted(client)
+    clamp = next(
+        (stage.clamp for stage in (fitted, *noise[:1]) if isinstance(stage, OptimalNoise | Gaussian)), math.inf
+    )
+    if fitted is not None or math.isfinite(clamp):
+        before = (*before, ("shown", _Shown(clamp)))
+    if isinstance(fitted, OptimalNoise):
+        clean = replace(client, send=Chain(before))
         return Sight(clean, 1.0, 1.0, smooth, False, replace(client, send=None), fitted=fitted)
     in_step = _first(stages(client.step)) is not None
     size = client.local.batch if client.local and in_step else each
@@ -115,7 +132,8 @@ def sight(client: Client, examples: int) -> Sight:
     chain = Chain(before) if before else None
     clean = replace(client, step=chain, send=None) if in_step else replace(client, send=chain)
     every_step = in_step and client.local is not None
-    return Sight(clean, variance, normal, smooth, every_step, replace(client, send=None), max(scales, default=0.0))
+    laplace = max(scales, default=0.0)
+    return Sight(clean, variance, normal, smooth, every_step, replace(client, send=None), laplace, fitted)
 
 
 @dataclass(frozen=True)
@@ -135,18 +153,20 @@ class UpdateInformation:
 
 
 def settled(seen: Sight, params: Tensors, batch: Batch, noise: Mapping[str, Tensor] | None = None) -> Sight:
-    """Divide by the deviations of fitted noise at these parameters; without `noise` only if the model draws none."""
+    """Weigh the entries as what is fitted shows them here; without `noise` only if the model draws none."""
     if seen.fitted is None:
         return seen
-    client = replace(seen.clean, send=Chain((("scales", _Scales(seen.fitted)),)))
+    client = replace(seen.clean, send=Chain((("weights", _Weights(seen.fitted)),)))
     spec = client.noise_spec(params, batch)
-    if noise is None and any(name != "send.scales.probe" for name in spec):
+    if noise is None and any(name != "send.weights.probe" for name in spec):
         return seen
     drawn = {n: (noise or {}).get(n, each.off().to(batch.inputs.device)) for n, each in spec.items()}
-    scales = tmap(torch.detach, client.update(params, batch, drawn, client.init(params))[0])
+    weights = tmap(torch.detach, client.update(params, batch, drawn, client.init(params))[0])
     assert isinstance(seen.clean.send, Chain)
-    divided = Chain((*seen.clean.send.stages[:-1], ("divided", _Divided(seen.fitted, scales))))
-    return replace(seen, clean=replace(seen.clean, send=divided), fitted=None)
+    *before, (name, shown) = seen.clean.send.stages
+    assert isinstance(shown, _Shown)
+    weighed = Chain((*before, (name, replace(shown, weights=weights))))
+    return replace(seen, clean=replace(seen.clean, send=weighed), fitted=None)
 
 
 def information(
@@ -182,10 +202,10 @@ def information(
 
 
 @dataclass(frozen=True)
-class _Scales(Transform):
-    """A stage that sends the standard deviations of fitted noise instead of the update."""
+class _Weights(Transform):
+    """A stage that sends the weights of the entries instead of the update: what the noise after it makes of them."""
 
-    fitted: OptimalNoise
+    fitted: OptimalNoise | OptimalPruning
     stage = Stage.NOISE
 
     def directions(self, batch: Batch) -> NoiseSpec:
@@ -195,24 +215,28 @@ class _Scales(Transform):
     def apply(
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
-        """Compute the deviations in the order of the update."""
+        """Invert the deviations of the noise, or take the roots of the kept shares, in the order of the update."""
+        if isinstance(self.fitted, OptimalPruning):
+            return {n: share.sqrt() for n, share in self.fitted.public_shares(context, noise["probe"]).items()}, state
         scales = self.fitted.public_scales(context, noise["probe"])
-        return {name: scales[name] for name in update}, state
+        return {name: 1 / scales[name] for name in update}, state
 
 
 @dataclass(frozen=True)
-class _Divided(Transform):
-    """A stage that clamps the update like fitted noise, and divides it by the noise's standard deviations."""
+class _Shown(Transform):
+    """A stage that shows the update as the noise after it does: clamped, and each entry times its weight."""
 
-    fitted: OptimalNoise
-    scales: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    clamp: float
+    weights: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Empty until they are known at the parameters of a round."""
     stage = Stage.NOISE
 
     def apply(
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
-        """Clamp and divide."""
-        return {name: value / self.scales[name] for name, value in self.fitted.cut(update).items()}, state
+        """Clamp and weigh."""
+        cut = clamped(update, self.clamp)
+        return {name: value * self.weights[name] for name, value in cut.items()} if self.weights else cut, state
 
 
 def _of_vector(
@@ -247,22 +271,26 @@ def _split(client: Client) -> tuple[Stages, Stages, list[Additive], Stages]:
     assert first is not None
     noise: list[Additive] = []
     for _, stage in slot[first:]:
-        if not isinstance(stage, Additive):
+        if not isinstance(stage, Additive) or (noise and isinstance(stage, Gaussian) and math.isfinite(stage.clamp)):
             break
         noise.append(stage)
     pruning = slot[first][1]
     if isinstance(pruning, OptimalPruning):
-        # The kept entries are public, and the bound holds for noise of this size in every entry.
         noise.append(Gaussian(pruning.std))
     # Noise after noise that is fitted to public images is ignored: it can only hide more.
     return inner, slot[:first], noise, (*slot[first + max(1, len(noise)) :], *later)
 
 
-def _fitted(chain: Stages) -> OptimalNoise | None:
-    """Return the noise that is fitted to public images, if it is the first noise."""
-    first = _first(chain)
-    stage = None if first is None else chain[first][1]
-    return stage if isinstance(stage, OptimalNoise) else None
+def _fitted(client: Client) -> OptimalNoise | OptimalPruning | None:
+    """Return what is fitted to public images and has the first noise, or prunes right after it."""
+    send = stages(client.send)
+    if (first := _first(send)) is None or _first(stages(client.step)) is not None:
+        return None
+    _, _, _, after = _split(client)
+    candidates = [send[first][1], *(stage for _, stage in after[:1] if isinstance(stage, OptimalPruning))]
+    return next(
+        (stage for stage in candidates if isinstance(stage, OptimalNoise | OptimalPruning) and stage.needs_public), None
+    )
 
 
 def _first(chain: Stages) -> int | None:

@@ -220,6 +220,7 @@ class _Walk:
             assert isinstance(stage, Gaussian)
             # Decaying noise is compared with the clip of the same decay, other noise with bounds of the first round.
             reach = self.fading.get(stage.decay, math.inf) if isinstance(stage, FadingNoise) else self.bound
+            self.closed |= bool(self.squared) and math.isfinite(stage.clamp)
             if not self.closed and reach < math.inf:
                 self.squared += stage.variance(examples) / reach**2
                 self.variance += stage.variance(examples)

@@ -31,11 +31,13 @@ class DropoutSurgery(Checked):
 
 @dataclass(frozen=True)
 class PrecodeSurgery(Checked):
-    """Put PRECODE's variational bottleneck of k values before the last linear layer, or the one at `position`."""
+    """Put PRECODE's variational bottleneck of k values before the last linear layer, or at `position`."""
 
     k: Annotated[Count, "Size of the bottleneck."] = 256
     beta: Annotated[Strength, "Weight of the divergence in the loss."] = 1e-3
-    position: Annotated[Path, "Linear layer that follows the bottleneck; none for the last."] = None
+    position: Annotated[
+        Path, "Linear layer that the bottleneck precedes, or another module that it follows; none for the last layer."
+    ] = None
     label: ClassVar[str] = "precode"
 
     def __call__(self, model: nn.Module, generator: Generator) -> nn.Module:

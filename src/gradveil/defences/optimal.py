@@ -23,11 +23,11 @@ from torch import Tensor
 from gradveil.core.distributions import Agreed
 from gradveil.core.errors import GradveilError, Problem, fail
 from gradveil.core.noise import Key, Noise, NoiseSpec, Normal, Uniform
-from gradveil.core.settings import Bound, Checked, Count, Share, Strength, settings_of, unused
+from gradveil.core.settings import Checked, Count, Share, Strength, settings_of, unused
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, below, counter, norm, plain, root, select, tmap, under
 from gradveil.core.types import Batch, Context, Multiplier, Stage, Transform
-from gradveil.defences.additive_noise import Std
+from gradveil.defences.additive_noise import Clamp, Std, clamped
 from gradveil.defences.entry import KNOWING, PRUNED, DefenceEntry, feedback_argument
 from gradveil.defences.pruning import Magnitude, Scope, rest
 from gradveil.theory.first_order_utility import expected, global_ratio, optimal_variances
@@ -228,7 +228,7 @@ class OptimalNoise(Fitted):
     std: Std
     probes: Probes = 10
     layerwise: Annotated[bool, "Take one ratio for each parameter."] = False
-    clamp: Annotated[Bound, "Magnitude to which entries are cut before the noise."] = float("inf")
+    clamp: Clamp = math.inf
     of: Of = "batch"
     every: Every = 1
     memory: Memory = 0.0
@@ -256,7 +256,7 @@ class OptimalNoise(Fitted):
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
         """Cut the entries, if that is wanted, and add the scaled noise."""
-        cut = self.cut(update)
+        cut = clamped(update, self.clamp)
         if not self.std:
             return cut, state
         scales, normal = select(noise, "scale"), select(noise, "normal")
@@ -269,11 +269,6 @@ class OptimalNoise(Fitted):
         else:
             state = self.later(state)
         return {name: value + scales[name] * normal[name] for name, value in cut.items()}, state
-
-    def cut(self, update: Tensors) -> Tensors:
-        """Cut the entries to [-clamp, clamp]."""
-        finite = math.isfinite(self.clamp)
-        return {n: value.clamp(-self.clamp, self.clamp) for n, value in update.items()} if finite else update
 
     def public_scales(self, context: Context, probe: Tensor) -> Tensors:
         """Compute the standard deviations of the global form: of parameters and public images, and nothing else."""
@@ -394,13 +389,25 @@ class OptimalPruning(Fitted, Magnitude):  # pyright: ignore[reportIncompatibleVa
         kept = self.masks(worth)
         if not self.mixed:
             return kept
-        entries = {name: value.numel() for name, value in worth.items()}
-        if self.scope == "layer":
-            tossed = {name: noise[f"coin.{name}"] < rest(self.ratio, count) for name, count in entries.items()}
-        else:
-            tossed = dict.fromkeys(worth, noise["coin"] < rest(self.ratio, sum(entries.values())))
+        coins = {name: noise[f"coin.{name}" if self.scope == "layer" else "coin"] for name in worth}
+        tossed = {name: coins[name] < chance for name, chance in self._chances(worth).items()}
         fewer = self.masks(worth, 1)
         return {name: torch.where(tossed[name], fewer[name], kept[name]) for name in worth}
+
+    def _chances(self, worth: Mapping[str, Tensor]) -> dict[str, float]:
+        """Compute the probability with which the coordinate at each parameter's border is pruned."""
+        entries = {name: value.numel() for name, value in worth.items()}
+        whole = sum(entries.values())
+        return {n: rest(self.ratio, count if self.scope == "layer" else whole) for n, count in entries.items()}
+
+    def public_shares(self, context: Context, probe: Tensor) -> Tensors:
+        """Compute the probability 1 - p_i with which the global form keeps each coordinate."""
+        worth = self.public_worth(context, probe)
+        kept = {name: mask.to(worth[name].dtype) for name, mask in self.masks(worth).items()}
+        if not self.mixed:
+            return kept
+        fewer, chances = self.masks(worth, 1), self._chances(worth)
+        return {name: share - chances[name] * (share - fewer[name].to(share.dtype)) for name, share in kept.items()}
 
     def public_worth(self, context: Context, probe: Tensor) -> Tensors:
         """Compute sqrt(E g_i^2 / E ||dg_i/dx||^2) of the global form, of parameters and public images."""

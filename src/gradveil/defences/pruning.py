@@ -375,6 +375,9 @@ class Magnitude(Checked, Pruning):
 class Dual(Checked, Pruning):
     """Zero the share `top` of largest and `bottom` of smallest magnitude of each parameter (Xue et al. 2024, DGP).
 
+    This is the paper's Algorithm 1. The defence `dgp` adds error feedback, as its Algorithm 2 does; `feedback=false`
+    leaves it out. In a first round both send the same.
+
     The paper leaves the rounding open. Here floor(top * P) and floor(bottom * P) entries go, so at least one
     stays; of equal entries the first are the smaller ones, so that the two sets never overlap.
     """
@@ -500,7 +503,7 @@ PRUNING = (
         name="dgp",
         factory=Dual,
         stage="prune",
-        feedback=False,
+        feedback=True,
         description="Dual gradient pruning: send zeros in place of each layer's largest and smallest entries",
         changes=("send",),
         cost="a few passes over the update: 1.1 to 1.4 gradients; 22% of the bytes",

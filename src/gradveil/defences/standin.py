@@ -20,12 +20,16 @@ from gradveil.gradients.fused import in_blocks
 
 @dataclass(frozen=True)
 class StandIn(Checked, Transform):
-    """Send m / (sqrt(v) + eps), the step of an adaptive optimiser, for the gradient g (Hu et al., AdaDefense).
+    """Send m / (sqrt(v) + eps), the step of an adaptive optimiser, for the gradient g (Hu et al. 2024, AdaDefense).
 
     The moments are the client's own state and never leave it: m <- b1 m + (1 - b1) g, and for each optimiser
     adam     v <- b2 v + (1 - b2) g^2                      (Kingma and Ba 2015), m and v divided by 1 - b^t,
     yogi     v <- v - (1 - b2) sign(v - g^2) g^2           (Zaheer et al. 2018), divided likewise, v = 0 at first,
     adagrad  v <- v + g^2, with g in place of m            (Duchi et al. 2011).
+
+    The paper has Adam alone; Yogi and Adagrad are in the authors' program. The paper also has two places for eps:
+    Algorithm 1 and Eq. 5 print m / sqrt(v + eps), `eps_in="root"`; Eqs. 12 to 15, and the program, sqrt(v) + eps.
+    Of g = 1e-6 in the first round and eps = 1e-8 they send 0.010 and 0.990.
 
     `variant="published_code"` divides nothing and multiplies by 0.001 sqrt(1 - b2^n) / (1 - b1^n), n = 1, 1, 2, 3, ...,
     as the authors' program does (which also shares one pair of moments among all clients: not repeated here). There
@@ -40,6 +44,7 @@ class StandIn(Checked, Transform):
     beta1: Annotated[Share, "Decay of the mean gradient from round to round."] = 0.9
     beta2: Annotated[Share, "Decay of the mean squared gradient from round to round."] = 0.999
     eps: Annotated[Positive, "Number that is added to the denominator."] = 1e-8
+    eps_in: Annotated[Literal["sum", "root"], "Where eps is added: sqrt(v) + eps, or sqrt(v + eps)."] = "sum"
     variant: Annotated[
         Literal["paper", "published_code"], "Adam's bias corrections, or the scale of the authors' program."
     ] = "paper"
@@ -50,6 +55,8 @@ class StandIn(Checked, Transform):
         """Refuse averages for an optimiser that has none."""
         if not self._averages:
             yield from unused("standin", self, ("beta1", "beta2"), "Adagrad averages nothing over the rounds")
+        if self.variant == "published_code":
+            yield from unused("standin", self, ("eps_in",), "the authors' program adds eps to the root")
 
     def init(self, params: Mapping[str, Tensor]) -> Tensors:
         """Start with zero moments and no round."""
@@ -109,6 +116,9 @@ class StandIn(Checked, Transform):
 
     def _quotient(self, m: Tensor, v: Tensor) -> Tensor:
         """Divide m by sqrt(v) + eps, with the derivative of a larger eps; sqrt has none at zero, so it gets zero."""
+        if self.eps_in == "root":
+            root = (v + self.eps).sqrt()
+            return straight_through(m / root, m / (root + root.detach().mean()))
         if plain(m, v):
             return m / (v.sqrt() + self.eps)
         there = v > 0

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from gradveil.client import Client, ClientTask, announced, drawn_update, proposer, scheduled, speakers
+from gradveil.client import Client, ClientTask, announced, drawn_update, proposer, scheduled, speakers, takes_turns
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
-from gradveil.core.tree import Tensors, all_finite, stack
+from gradveil.core.tree import Tensors, all_finite, stack, tmap
 from gradveil.core.types import Batch
+from gradveil.defences.error_feedback import residual_of
 from gradveil.federated.aggregate import Server
+from gradveil.federated.held_back import Compressed, held_back
 from gradveil.federated.parallel_clients import Together, compute
 from gradveil.federated.training_state import RoundResult, Standing, Status
 from gradveil.federated.update_records import UpdateRecorder
+from gradveil.nn.stochastic import bottleneck_noise
 from gradveil.wire.codec import encoded_size
 
 _EVALUATED = 500
@@ -60,6 +63,8 @@ class Federation:
     pace: tuple[tuple[int, float], ...] = ()
     """(n, f): after n rounds the step size is multiplied by f: the clients' step size, or the server's if clients send
     gradients."""
+    evaluation_noise: bool = False
+    """Draw the noise of bottlenecks while the model is evaluated; other randomness is off there."""
     together: Together = "auto"
     """Whether the clients of a round compute at once, which changes only rounding: see `parallel_clients.groups`."""
 
@@ -102,7 +107,7 @@ class Federation:
         """Return the state of the training before the first round."""
         params = self.client.params()
         sent = {name: params[name] for name in self.client.trained()}
-        return Standing(params, self.server.init(sent), start=self.evaluate(params, self.test))
+        return Standing(params, self.server.init(sent), start=self.evaluate(params, self.test, 0))
 
     def chosen(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the clients of a round: those that answer, and those that were selected and do not."""
@@ -178,20 +183,36 @@ class Federation:
         client_seconds = sum(worked) / len(worked) if worked else None
         wanted = speakers(self.client) if answers else 0
         spoke = (min(wanted, len(answers)), wanted) if wanted else None
-        record = replace(record, client_seconds=client_seconds, refused=tuple(refused), spoke=spoke)
+        held = held_back(self._compressed(standing, updates, clients))
+        record = replace(record, client_seconds=client_seconds, refused=tuple(refused), spoke=spoke, held_back=held)
         after = replace(standing, params=params, server=server, clients=clients, mean=mean, moved=moved)
         return self._judged(after, record, standing)
 
-    def announced(self, standing: Standing, answers: Sequence[int], number: int) -> tuple[Client, int]:
-        """Return the client of a round with its public messages, and the bytes that clients sent to make them.
+    def _compressed(
+        self, standing: Standing, updates: Mapping[int, Tensors], after: Mapping[int, Tensors]
+    ) -> Iterator[Compressed]:
+        """Yield what each client sent and its residuals, if its defence ends with error feedback."""
+        for client, sent in updates.items():
+            now = residual_of(self.client.send, after[client])
+            if now is None or self.client.members > 1:
+                return
+            before = residual_of(self.client.send, standing.clients.get(client, {}))
+            yield Compressed(sent, before or tmap(torch.zeros_like, now), now)
 
-        The sending clients rotate among those that answer.
-        """
-        count = min(speakers(self.client), len(answers))
-        speaking = [answers[(number - 1 + i) % len(answers)] for i in range(count)]
+    def announced(self, standing: Standing, answers: Sequence[int], number: int) -> tuple[Client, int]:
+        """Return the client of a round with its public messages, and the bytes that clients sent to make them."""
+        speaking = self.speaking(answers, number)
         speaker = proposer(scheduled(self.client, number - 1))
         proposals = [self.local_update(standing, client, number, speaker)[0] for client in speaking]
         return announced(self.client, stack(proposals), standing.mean, number - 1), sum(map(_bits, proposals))
+
+    def speaking(self, answers: Sequence[int], number: int) -> list[int]:
+        """Choose the clients that speak before a round, of those that answer: at random, or in turn."""
+        count = min(speakers(self.client), len(answers))
+        if takes_turns(self.client):
+            return [answers[(number - 1 + i) % len(answers)] for i in range(count)]
+        draw = self.key.child(Stream.ROUND, number).child(Stream.SPEAKERS).generator()
+        return [answers[i] for i in torch.randperm(len(answers), generator=draw)[:count].tolist()]
 
     def _record_update(self, standing: Standing, client: int, number: int, update: Tensors, current: Client) -> None:
         if self.recorder is not None and self.recorder.wants(number, str(client)):
@@ -215,9 +236,9 @@ class Federation:
         exchanged: tuple[int, int],
         began: float,
     ) -> RoundResult:
-        loss, accuracy = self.evaluate(params, self.test)
+        loss, accuracy = self.evaluate(params, self.test, number)
         validation = [share.validation for share in self.shares if share.validation is not None]
-        evaluations = [self.evaluate(params, batch) for batch in validation]
+        evaluations = [self.evaluate(params, batch, number, i) for i, batch in enumerate(validation, start=1)]
         losses, shares = ([row[i] for row in evaluations] for i in (0, 1))
         return RoundResult(
             number,
@@ -255,8 +276,12 @@ class Federation:
         status: Status = "stopped early" if self.patience is not None and waited >= self.patience else "running"
         return replace(after, records=records, best=before.final, status=status)
 
-    def evaluate(self, params: Tensors, batch: Batch) -> tuple[float, float]:
-        """Return the mean loss and the accuracy, with the randomness of the model switched off."""
+    def evaluate(self, params: Tensors, batch: Batch, number: int, place: int = 0) -> tuple[float, float]:
+        """Return the mean loss and the accuracy after a round, with the randomness of the model switched off.
+
+        With `evaluation_noise` bottlenecks draw theirs. `place` numbers the batches of a round.
+        """
+        key = self.key.child(Stream.EVALUATION, number, place)
         loss = right = 0.0
         objective = self.client.objective
         training = objective.model.training
@@ -265,13 +290,19 @@ class Federation:
             with torch.no_grad():
                 for start in range(0, len(batch.targets), _EVALUATED):
                     inputs, targets = (value[start : start + _EVALUATED] for value in batch)
-                    outputs = objective.outputs(params, inputs, {}, checked=True)
+                    outputs = objective.outputs(params, inputs, self._noise(inputs, key.child(start)), checked=True)
                     value = objective.loss(outputs, targets)
                     loss += float(value.sum() if value.ndim else value * len(targets))
                     right += float((outputs.argmax(-1) == targets).sum())
         finally:
             objective.model.train(training)
         return loss / len(batch.targets), right / len(batch.targets)
+
+    def _noise(self, inputs: Tensor, key: Key) -> Tensors:
+        """Draw the noise that is kept in an evaluation."""
+        if not self.evaluation_noise:
+            return {}
+        return bottleneck_noise(self.client.model, inputs).to(inputs.dtype).sample(key, inputs.device)
 
 
 def train(

@@ -25,6 +25,8 @@ UNSEEN = "unseen"
 
 
 _COLUMNS = ("image_column", "label_column")
+_LATER = {**dict.fromkeys(_COLUMNS), "train_on": "auxiliary"}
+"""Settings of data that runs from before them do not have, with their defaults."""
 
 
 class Section(BaseModel):
@@ -60,9 +62,9 @@ class DataConfig(Section):
     """Column with the labels."""
 
     @model_serializer(mode="wrap")
-    def _without_usual_columns(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit columns that are not set, so that runs from before these settings keep their hash."""
-        return {key: value for key, value in written(self).items() if key not in _COLUMNS or value is not None}
+    def _without_later_defaults(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit later settings that are not set, so that runs from before them keep their hash."""
+        return {key: value for key, value in written(self).items() if key not in _LATER or value != _LATER[key]}
 
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
@@ -150,6 +152,8 @@ class TrainDataConfig(DataConfig):
     """Number of training images to read."""
     gallery: Count | None = None
     """Number of test images to read."""
+    train_on: Literal["auxiliary", "private"] = "auxiliary"
+    """`private`: train on the test images, which an audit attacks. Loss and accuracy are then those of the training."""
 
 
 class PartitionConfig(Section):
@@ -252,6 +256,9 @@ class TrainConfig(Rounds):
     """Stop after this many rounds without a lower mean validation loss. None: train all rounds."""
     pace: list[PaceConfig] = []
     """Changes of the step size; each counts until the next one."""
+    evaluation_noise: bool = False
+    """Draw the noise of bottlenecks (PRECODE, CVB) for validation and test losses and accuracies too, as published
+    programs do. False: the mean takes its place."""
     defences: Annotated[list[Name], Field(min_length=1)] = ["none"]
     """Defences, or a paper's table: `PAPER/TABLE`."""
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0]
@@ -279,7 +286,10 @@ class TrainConfig(Rounds):
 
     def resolved(self) -> dict[str, Any]:
         """Return every setting, defaults included, as plain values."""
-        return self.model_dump(mode="json")
+        plain = self.model_dump(mode="json")
+        if not self.evaluation_noise:
+            del plain["evaluation_noise"]  # trainings from before this setting keep their hash
+        return plain
 
     @property
     def growing(self) -> tuple[str, ...]:

@@ -31,8 +31,17 @@ from gradveil.nn.weight_files import misfits, put_weights, read_weights
 from gradveil.runs.run_folder import digest
 
 
-def open_images(config: DataConfig, data_dir: Path | None, gallery: int | None, column: str | None = None) -> Splits:
-    """Load the data of a run, with `gallery` images of the targets' split (None for all); errors name the data."""
+def open_images(
+    config: DataConfig,
+    data_dir: Path | None,
+    gallery: int | None,
+    column: str | None = None,
+    client_seed: int | None = None,
+) -> Splits:
+    """Load the data of a run, with `gallery` images of the targets' split (None for all); errors name the data.
+
+    With `client_seed` the targets' images are training images of one client, see `load`.
+    """
     try:
         return load(
             config.name,
@@ -45,6 +54,7 @@ def open_images(config: DataConfig, data_dir: Path | None, gallery: int | None, 
             image_column=config.image_column,
             label_column=config.label_column,
             column=column,
+            client_seed=client_seed,
         )
     except GradveilError as error:
         raise GradveilError(
@@ -180,6 +190,7 @@ class TrainingSetting:
             0.0 if trial.central else config.absent,
             config.patience,
             pace=tuple((entry.after, entry.times) for entry in config.pace),
+            evaluation_noise=config.evaluation_noise,
             together=config.together,
         )
 
@@ -256,6 +267,7 @@ def open_setting(config: TrainConfig, data_dir: Path | None = None, checked: boo
     """
     refuse(list(device_problems(config.device, config.precision)))
     data = open_images(config.data, data_dir, config.data.gallery, config.partition.column)
+    data = data._replace(public=data.private) if config.data.train_on == "private" else data
     weights = read_weights(located(config.model.weights, data_dir)) if config.model.weights else {}
     setting = TrainingSetting(config, data, weights)
     refuse(list(setting_problems(setting)) if checked else [])
@@ -288,6 +300,9 @@ def _without_effect(config: TrainConfig) -> Iterator[Problem]:
             if key in section.model_fields_set and chosen not in kinds:
                 problem = f"has no effect with {decides} '{chosen}': it is for {listing(kinds)}"
                 yield Problem(f"{table}.{key}", problem, f"set {decides} = '{kinds[0]}', or remove it")
+    if config.partition.column is not None and config.data.train_on == "private":
+        problem = "is read from the auxiliary images, and clients train on the private ones"
+        yield Problem("partition.column", problem, "remove it, or data.train_on")
     if config.batch is not None and config.local is not None:
         problem = "has no effect with local training: it is for one gradient per round"
         yield Problem("batch", problem, "set local.batch, or remove it")

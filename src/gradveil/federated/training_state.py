@@ -17,6 +17,7 @@ from torch import Tensor
 from gradveil.core.errors import Problem, fail
 from gradveil.core.private_files import DamagedError, plain, seal, unreadable, unseal
 from gradveil.core.tree import Tensors, select, under
+from gradveil.federated.held_back import HeldBack
 
 Status = Literal["running", "finished", "stopped early", "diverged"]
 """Status of a training."""
@@ -50,6 +51,8 @@ class RoundResult:
     """Clients whose update was not finite: it is left out, as a Flower client would not send it."""
     spoke: tuple[int, int] | None = None
     """Number of clients that sent public messages, and the number needed; None if none are needed."""
+    held_back: HeldBack | None = None
+    """What error feedback held back; None if the defence does not end with it."""
 
 
 @dataclass(frozen=True)

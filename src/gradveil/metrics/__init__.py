@@ -21,8 +21,10 @@ from gradveil.metrics.image_similarity import (
     psnr_adadefense,
     rank,
     ssim,
+    ssim_adadefense,
     ssim_pairs,
     ssim_rescaled,
+    ssim_rescaled_padded,
     ssim_torchmetrics,
 )
 from gradveil.metrics.label_scores import label_accuracy, matched_label_accuracy
@@ -72,6 +74,12 @@ METRICS: dict[str, Metric] = {
     ),
     "ssim_rescaled": Metric(
         image_similarity.ssim_rescaled, "SSIM after each image is stretched to [0, 1]", True, "images", legacy=True
+    ),
+    "ssim_rescaled_padded": Metric(
+        image_similarity.ssim_rescaled_padded, "the same with padded borders", True, "images", legacy=True
+    ),
+    "ssim_adadefense": Metric(
+        image_similarity.ssim_adadefense, "SSIM with a uniform window of 7 pixels", True, "images", legacy=True
     ),
     "mse_adadefense": Metric(
         image_similarity.mse_adadefense, "root mean squared error on 0 to 255", False, "images", legacy=True
@@ -159,8 +167,10 @@ __all__ = [
     "risk",
     "scored",
     "ssim",
+    "ssim_adadefense",
     "ssim_pairs",
     "ssim_rescaled",
+    "ssim_rescaled_padded",
     "ssim_torchmetrics",
     "wilson",
 ]

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv2d
+from torch.nn.functional import avg_pool2d, conv2d
 
 from gradveil.core.errors import fail
 from gradveil.core.extras import install, needs
@@ -25,6 +25,7 @@ MSE_FLOOR = 1e-10
 WINDOW = 11
 """Side of SSIM's window: smaller images have no SSIM."""
 _SIGMA = 1.5
+_UNIFORM = 7
 _CHUNK = 1 << 17
 """Pixels of the products of image pairs that are computed at once: they fit the cache."""
 _C1, _C2 = 0.01**2, 0.03**2
@@ -84,10 +85,20 @@ def ssim_torchmetrics(candidate: Tensor, truth: Tensor) -> Tensor:
 def ssim_rescaled(candidate: Tensor, truth: Tensor) -> Tensor:
     """Compute SSIM after each image is rescaled to [0, 1] by its minimum and maximum. Legacy.
 
-    It ignores brightness and contrast, and so is higher than `ssim` and not comparable with it.
+    It ignores brightness and contrast, and so is higher than `ssim` and not comparable with it. The program of
+    "Convolutional Variational Bottlenecks" computes it with torchmetrics 0.11, which pads the border and cuts it off.
     """
     _large_enough(candidate)
     return _guard(lambda x, y: _ssim(_stretch(x), _stretch(y)), candidate, truth, worst=-1.0)
+
+
+def ssim_rescaled_padded(candidate: Tensor, truth: Tensor) -> Tensor:
+    """Compute `ssim_torchmetrics` of images rescaled as by `ssim_rescaled`. Legacy.
+
+    The same program computes it with a later torchmetrics, which keeps the padded border.
+    """
+    _large_enough(candidate)
+    return _guard(lambda x, y: _ssim_torchmetrics(_stretch(x), _stretch(y)), candidate, truth, worst=-1.0)
 
 
 def mse_adadefense(candidate: Tensor, truth: Tensor) -> Tensor:
@@ -99,6 +110,12 @@ def psnr_adadefense(candidate: Tensor, truth: Tensor) -> Tensor:
     """Compute "PSNR" as in AdaDefense's tables: 10 log10(255^2 / RMSE), capped like `psnr`."""
     rmse = mse_adadefense(candidate, truth).clamp(min=255 * math.sqrt(MSE_FLOOR))
     return 10 * (255**2 / rmse).log10()
+
+
+def ssim_adadefense(candidate: Tensor, truth: Tensor) -> Tensor:
+    """Compute SSIM as in AdaDefense's tables: a uniform window of 7, sample covariance (scikit-image's default)."""
+    _large_enough(candidate)
+    return _guard(_ssim_uniform, candidate, truth, worst=-1.0)
 
 
 def _guard(score: Callable[[Tensor, Tensor], Tensor], candidate: Tensor, truth: Tensor, worst: float) -> Tensor:
@@ -129,9 +146,20 @@ def _large_enough(images: Tensor) -> None:
 
 
 def _ssim(x: Tensor, y: Tensor) -> Tensor:
-    mean_x, mean_y, square_x, square_y, product = _smooth(torch.stack([x, y, x * x, y * y, x * y]))
-    variance_x, variance_y = square_x - mean_x.square(), square_y - mean_y.square()
-    covariance = product - mean_x * mean_y
+    return _similarity(_smooth(torch.stack([x, y, x * x, y * y, x * y])))
+
+
+def _ssim_uniform(x: Tensor, y: Tensor) -> Tensor:
+    moments = torch.stack([x, y, x * x, y * y, x * y])
+    means = avg_pool2d(moments.flatten(0, -4), _UNIFORM, stride=1)
+    return _similarity(means.unflatten(0, moments.shape[:-3]), _UNIFORM**2 / (_UNIFORM**2 - 1))
+
+
+def _similarity(moments: Tensor, sample: float = 1.0) -> Tensor:
+    """Compute SSIM from local means of x, y, x^2, y^2 and x y; `sample` scales the (co)variances."""
+    mean_x, mean_y, square_x, square_y, product = moments
+    variance_x, variance_y = sample * (square_x - mean_x.square()), sample * (square_y - mean_y.square())
+    covariance = sample * (product - mean_x * mean_y)
     luminance = (2 * mean_x * mean_y + _C1) / (mean_x.square() + mean_y.square() + _C1)
     contrast = (2 * covariance + _C2) / (variance_x + variance_y + _C2)
     return (luminance * contrast).mean((-3, -2, -1))

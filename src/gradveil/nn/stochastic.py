@@ -177,6 +177,13 @@ def model_noise(model: nn.Module, inputs: Tensor) -> NoiseSpec:
     return NoiseSpec(noise_by_name)
 
 
+def bottleneck_noise(model: nn.Module, inputs: Tensor) -> NoiseSpec:
+    """Describe the noise buffers of a model's bottlenecks for a batch of inputs."""
+    paths = [path for path, module in model.named_modules() if isinstance(module, Stochastic) and module.noisy_from]
+    spec = model_noise(model, inputs) if paths else NoiseSpec()
+    return NoiseSpec({name: noise for name, noise in spec.items() if name.rpartition(".")[0] in paths})
+
+
 def switched_off(model: nn.Module, inputs: Tensor) -> Tensors:
     """Return the neutral values of all noise buffers for a batch of inputs, including private kept ones."""
     rows, alone = len(inputs), inputs[:1].detach()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from math import isqrt, log
+from math import isqrt, log, prod
 
 import torch
 from torch import Generator, Tensor, nn
@@ -110,7 +110,8 @@ class VariationalBottleneck(Stochastic):
 
     mu | raw = encoder(x), sigma = softplus(raw), z = mu + sigma * eps with eps ~ N(0, 1), y = decoder(z). The loss
     gains beta * KL, where KL = mean over the batch of sum_k -1/2 (1 + 2 ln sigma - mu^2 - sigma^2) / ln 2. It is
-    stochastic in training and in evaluation; the neutral eps is 0.
+    stochastic in training and in evaluation; the neutral eps is 0. The features are the last dimension, or all but the
+    first, flattened.
     """
 
     eps: Tensor
@@ -121,21 +122,25 @@ class VariationalBottleneck(Stochastic):
         super().__init__()
         self.k = k
         self.beta = beta
+        self.features = features
         self.encoder = nn.Linear(features, 2 * k)
         self.decoder = nn.Linear(k, features)
         self.declare("eps")
 
     def noise(self, x: Tensor) -> Mapping[str, Noise]:
         """Describe eps."""
-        return {"eps": Noise((*x.shape[:-1], self.k), Normal(), dtype=x.dtype)}
+        return {"eps": Noise((*self._rows(x).shape[:-1], self.k), Normal(), dtype=x.dtype)}
+
+    def _rows(self, x: Tensor) -> Tensor:
+        return x if x.shape[-1] == self.features else x.flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Encode, add the noise, decode; add the KL term to the loss."""
-        encoded = self.encoder(x)
+        encoded = self.encoder(self._rows(x))
         mean, sigma = encoded[..., : self.k], F.softplus(encoded[..., self.k :])
         penalise(self.beta * _divergence(mean, sigma).sum(-1).mean() / log(2))
         eps = self.supplied("eps")
-        return self.decoder(mean if eps is None else mean + sigma * eps)
+        return self.decoder(mean if eps is None else mean + sigma * eps).reshape(x.shape)
 
     def extra_repr(self) -> str:
         """Show the weight of the KL term."""
@@ -212,18 +217,24 @@ def _divergence(mean: Tensor, sigma: Tensor) -> Tensor:
 def with_precode(
     model: nn.Module, generator: Generator, k: int = 256, beta: float = 1e-3, position: str | None = None
 ) -> nn.Module:
-    """Copy a model and put a `VariationalBottleneck` before its last linear layer (or the one at `position`).
+    """Copy a model and put a `VariationalBottleneck` before its last linear layer, or at `position`.
 
-    The bottleneck's weights come from the generator, all others stay. Parameters of this package's models keep their
-    names; in a custom model the linear layer becomes the child `inner` of its old path.
+    A position is a linear layer, which the bottleneck comes before, or another module, which it comes after: it then
+    takes all values of an example. The bottleneck's weights come from the generator, all others stay. Parameters of
+    this package's models keep their names; in a custom model the module becomes the child `inner` of its old path.
     """
     copy = deepcopy(model)
     shape = getattr(model, "input_shape", None)
-    path = position or last_layer(copy, None if shape is None else next(model.parameters()).new_zeros(1, *shape))
+    inputs = None if shape is None else next(model.parameters()).detach().new_zeros(1, *shape)
+    path = position or last_layer(copy, inputs)
     linear = at(copy, path)
     if not isinstance(linear, nn.Linear):
-        remedy = f"choose an nn.Linear, for example '{last_layer(copy)}'"
-        raise fail(f"precode.position {path}", f"is a {type(linear).__name__}", remedy)
+        if inputs is None:
+            remedy = f"choose an nn.Linear, for example '{last_layer(copy)}', or set model.input_shape = (C, H, W)"
+            raise fail(f"precode.position {path}", f"is a {type(linear).__name__}", remedy)
+        features = prod(output_shape(copy, path, inputs)[1:])
+        after = like(initialise(VariationalBottleneck(features, k, beta), generator), copy)
+        return insert_after(copy, path, "precode", after)
     bottleneck = like(initialise(VariationalBottleneck(linear.in_features, k, beta), generator), copy)
     if position is None and isinstance(getattr(copy, "body", None), nn.Sequential) and path == "head":
         return insert_after(copy, "body", "precode", bottleneck)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from gradveil.metrics import wilson
 from gradveil.papers.records import Record
-from gradveil.papers.study import Cell, Study
+from gradveil.papers.study import Cell, Measurement, PrintedMetric, Study, TableEntry
 
-AGREES, DIFFERS, UNEXPLAINED, NOT_RUN = "agrees", "differs", "unexplained", "not run"
-TOO_FEW, DRAWN = "too few", "drawn only"
+AGREES, DIFFERS, NOT_RUN, DRAWN = "agrees", "differs", "not run", "drawn only"
+PENDING = "pending"
+"""Text for the strongest attack that knows the defence, until it is recorded."""
 LEAST = 8
 """Fewest images from which agreement is judged."""
+Measured = Mapping[tuple[str, str, str], Record]
 
 
 @dataclass(frozen=True)
@@ -27,21 +30,66 @@ class ComparedCell:
     low: float | None = None
     high: float | None = None
     """Ends of the 95% interval of a rate; one standard deviation either side of a mean."""
+    floor: float | None = None
+    """What the best guess reaches without the update; of a training, the share of the largest class."""
+    adaptive: float | None = None
+    """What the strongest attack that knows the defence reaches; None until it is recorded."""
     record: Record | None = None
+    rate: bool = False
+    """Whether it is a rate of images, and no mean."""
 
     @property
     def count(self) -> int:
         """Number of images or trainings behind our number."""
-        return len(self.record.scores) if self.record else 0
+        return self.record.count if self.record else 0
+
+    @property
+    def attacks(self) -> bool:
+        """Whether an attack measures it, and no training."""
+        return self.record is not None and bool(self.record.attack)
 
 
-def compare(study: Study, table: str, measured: Mapping[tuple[str, str, str], Record]) -> list[ComparedCell]:
+@dataclass(frozen=True)
+class ComparedTable:
+    """A table of a paper with our measurements."""
+
+    study: Study
+    entry: TableEntry
+    cells: tuple[ComparedCell, ...]
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Number of cells of each status."""
+        return Counter(cell.status for cell in self.cells)
+
+    @property
+    def summary(self) -> str:
+        """The share that agrees, and the number of cells of each other status."""
+        counts = self.counts
+        judged = counts[AGREES] + counts[DIFFERS]
+        agreed = [f"{counts[AGREES]} of {judged} compared agree ({counts[AGREES] / judged:.0%})"] if judged else []
+        return ", ".join([*agreed, *(f"{counts[name]} {name}" for name in (DRAWN, NOT_RUN) if counts[name])])
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why cells differ or were not run, with the number of cells of each reason."""
+        found = Counter(f"{cell.status}: {cell.reason}" for cell in self.cells if cell.reason)
+        return [f"{reason} [{count} numbers]" if count > 1 else reason for reason, count in found.items()]
+
+    @property
+    def scales(self) -> dict[str, int]:
+        """Number of measured cells at each scale."""
+        return dict(Counter(cell.record.scale for cell in self.cells if cell.record and cell.ours is not None))
+
+
+def compare(study: Study, table: str, measured: Measured) -> ComparedTable:
     """Compare every number of a table with our measurements."""
-    cells = [_measured(study, cell, measured) for cell in study.cells_of(study.table(table).name)]
-    return [cell if cell.status else _judged(study, cell, cells) for cell in cells]
+    entry = study.table(table)
+    cells = [_measured(study, cell, measured) for cell in study.cells_of(entry.name)]
+    return ComparedTable(study, entry, tuple(cell if cell.status else _judged(study, cell, cells) for cell in cells))
 
 
-def _measured(study: Study, cell: Cell, measured: Mapping[tuple[str, str, str], Record]) -> ComparedCell:
+def _measured(study: Study, cell: Cell, measured: Measured) -> ComparedCell:
     """Add our number to a cell; its status is empty where it can be compared."""
     wanted = study.measurement(cell)
     if wanted is None:
@@ -49,40 +97,60 @@ def _measured(study: Study, cell: Cell, measured: Mapping[tuple[str, str, str], 
     record = measured.get((wanted.run, wanted.defence, wanted.attack))
     if record is None:
         return ComparedCell(cell, NOT_RUN, "no record")
+    metric = study.content.metrics[cell.metric]
     values = record.values(wanted.metric)
     if record.status != "complete" or not values:
         why = record.status if record.status != "complete" else f"no {wanted.metric} was recorded"
         return ComparedCell(cell, NOT_RUN, why, record=record)
     scale = 100 if cell.unit == "%" else 1
-    statistic = study.content.metrics[cell.metric].statistic
-    ours = scale * {"mean": fmean, "max": max, "min": min}[statistic](values)
-    if wanted.metric == "recovered":
-        low, high = (scale * end for end in wilson(sum(map(round, values)), len(values)))
-    else:
-        spread = scale * stdev(values) if len(values) > 1 and statistic == "mean" else 0.0
-        low, high = ours - spread, ours + spread
-    status, reason = "", ""
+    ours, low, high = (scale * value for value in _number(metric, wanted, values))
+    floor = record.baseline if wanted.metric in ("recovered", "accuracy") else None
+    known = ComparedCell(
+        cell,
+        "",
+        "",
+        ours,
+        low,
+        high,
+        None if floor is None else scale * floor,
+        max((scale * value for value in _adaptive(metric, wanted, measured)), default=None),
+        record,
+        wanted.metric == "recovered",
+    )
     if wanted.attack and len(values) < LEAST:
-        status, reason = TOO_FEW, f"fewer than {LEAST} images are not compared"
-    elif cell.number is None:
-        status = DRAWN
-    return ComparedCell(cell, status, reason, ours, low, high, record)
+        return replace(known, status=NOT_RUN, reason=f"fewer than {LEAST} images are not compared")
+    return replace(known, status=DRAWN) if cell.number is None else known
+
+
+def _number(metric: PrintedMetric, wanted: Measurement, values: Sequence[float]) -> tuple[float, float, float]:
+    ours = {"mean": fmean, "max": max, "min": min}[metric.statistic](values)
+    if wanted.metric == "recovered":
+        return (ours, *wilson(sum(map(round, values)), len(values)))
+    spread = stdev(values) if len(values) > 1 and metric.statistic == "mean" else 0.0
+    return ours, ours - spread, ours + spread
+
+
+def _adaptive(metric: PrintedMetric, wanted: Measurement, measured: Measured) -> Iterator[float]:
+    """Yield the numbers of `adaptive` attacks on the defence of a cell."""
+    for (run, defence, attack), record in measured.items():
+        if (run, defence) == (wanted.run, wanted.defence) and wanted.attack and attack.startswith("adaptive"):
+            values = record.values(wanted.metric)
+            if record.status == "complete" and values:
+                yield _number(metric, wanted, values)[0]
 
 
 def _judged(study: Study, compared: ComparedCell, cells: Sequence[ComparedCell]) -> ComparedCell:
     """Give a measured cell its status."""
     wrong = _wrong_orders(study, compared, cells) if study.content.compare == "orders" else _wrong(study, compared)
-    if not wrong:
+    if wrong is None:
         return replace(compared, status=AGREES)
     known = study.deviation(compared.cell)
-    if known is None:
-        return replace(compared, status=UNEXPLAINED, reason=wrong)
-    tested = f"tested: {known.tested}" if known.tested else "supposed"
-    return replace(compared, status=DIFFERS, reason=f"{known.reason} ({tested})")
+    reason = known.words if known else "unexplained; tried: nothing yet"
+    return replace(compared, status=DIFFERS, reason=f"{wrong}{reason}")
 
 
-def _wrong(study: Study, compared: ComparedCell) -> str:
-    """Say how far our number is from the printed one, where it is further than the tolerance."""
+def _wrong(study: Study, compared: ComparedCell) -> str | None:
+    """Return a text (an empty one) where our number is further from the printed one than the tolerance."""
     cell = compared.cell
     assert cell.number is not None
     assert compared.ours is not None
@@ -90,20 +158,20 @@ def _wrong(study: Study, compared: ComparedCell) -> str:
     near = abs(compared.ours - cell.number) <= max(metric.tolerance, cell.spread or 0)
     if metric.ours == "recovered" and compared.low is not None and compared.high is not None:
         near = near or compared.low <= cell.number <= compared.high
-    return "" if near else "the numbers differ"
+    return None if near else ""
 
 
-def _wrong_orders(study: Study, compared: ComparedCell, cells: Sequence[ComparedCell]) -> str:
+def _wrong_orders(study: Study, compared: ComparedCell, cells: Sequence[ComparedCell]) -> str | None:
     """Name the rows of the same column that stand on the other side of ours than of the printed number."""
     cell, tolerance = compared.cell, study.content.metrics[compared.cell.metric].tolerance
     wrong = []
     for other in cells:
         same = all(getattr(other.cell, key) == getattr(cell, key) for key in ("table", "setting", "column", "metric"))
-        if not same or other.status == TOO_FEW or other.cell.number is None or other.ours is None:
+        if not same or other.status == NOT_RUN or other.cell.number is None or other.ours is None:
             continue
         assert cell.number is not None
         assert compared.ours is not None
         printed, ours = cell.number - other.cell.number, compared.ours - other.ours
         if abs(printed) > tolerance and abs(ours) > tolerance and (printed > 0) != (ours > 0):
             wrong.append(other.cell.row)
-    return f"another order than {', '.join(wrong)}" if wrong else ""
+    return f"another order than {', '.join(wrong)}: " if wrong else None

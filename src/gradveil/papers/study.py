@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
@@ -22,8 +22,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from gradveil.core.errors import fail
 
 _FOLDER = files("gradveil.papers")
-SCALES = ("quick", "standard", "paper")
 Scale = Literal["quick", "standard", "paper"]
+SCALES: tuple[Scale, ...] = ("quick", "standard", "paper")
+
+
+OF_TRAININGS = ("accuracy", "best_accuracy", "loss")
+"""Numbers of a training; all others are scores of reconstructed images."""
 
 
 class _Section(BaseModel):
@@ -53,7 +57,7 @@ class CellPattern(_Section):
     column: str | None = None
     setting: str | None = None
     metric: str | None = None
-    reason: str
+    reason: str = ""
 
     def covers(self, cell: Cell) -> bool:
         """Return whether a cell is one of them."""
@@ -64,8 +68,25 @@ class CellPattern(_Section):
 class Deviation(CellPattern):
     """Why some cells differ from the paper."""
 
+    reason: str = ""
+    """Why the numbers differ; empty if no reason was found."""
     tested: str = ""
     """How the reason was tested; empty for a supposed one."""
+    tried: str = ""
+    """What was tried without finding a reason."""
+
+    @model_validator(mode="after")
+    def _reason_or_tried(self) -> Deviation:
+        if bool(self.reason) == bool(self.tried):
+            raise ValueError("a deviation needs either a reason or what was tried to find one")
+        return self
+
+    @property
+    def words(self) -> str:
+        """The reason, and how certain it is."""
+        if not self.reason:
+            return f"unexplained; tried: {self.tried}"
+        return f"{self.reason} ({f'tested: {self.tested}' if self.tested else 'supposed'})"
 
 
 class TableEntry(_Section):
@@ -75,20 +96,38 @@ class TableEntry(_Section):
     shows: str
     parts: list[Part] = []
     without_run: str = ""
-    """Why nothing is measured for it, such as a list of settings."""
+    """Why nothing is measured for it, such as pictures without numbers."""
+    settings_only: bool = False
+    """Whether its numbers are the settings of the runs."""
 
     @model_validator(mode="after")
     def _measured_or_not(self) -> TableEntry:
-        if bool(self.parts) == bool(self.without_run):
-            raise ValueError(f"{self.name} needs either parts or without_run")
+        if [bool(self.parts), bool(self.without_run), self.settings_only].count(True) != 1:
+            raise ValueError(f"{self.name} needs one of parts, without_run and settings_only")
         return self
+
+    @property
+    def reason(self) -> str:
+        """Why nothing is measured for it; empty if something is."""
+        return "settings of the runs" if self.settings_only else self.without_run
+
+    @property
+    def in_text(self) -> bool:
+        """Whether it is a group of numbers in the text, or of settings."""
+        return self.settings_only or self.name.lower().startswith("text")
+
+    @property
+    def is_figure(self) -> bool:
+        """Whether the paper shows it as a figure."""
+        return self.name.startswith("F")
 
 
 class PrintedMetric(_Section):
     """How a printed metric is measured and compared."""
 
     ours: str
-    """A score of each image (`ssim`), a rate of images (`recovered`), or a training's `accuracy`."""
+    """A score of each image (`ssim`), a rate of images (`recovered`, `label`), or a number of a training: `accuracy`,
+    the `best_accuracy` of all rounds, or its `loss`."""
     tolerance: Annotated[float, Field(gt=0)]
     """Largest difference that counts as agreement, in the printed unit."""
     statistic: Literal["mean", "max", "min"] = "mean"
@@ -99,6 +138,25 @@ class RunEntry(_Section):
 
     kind: Literal["audit", "train"] = "audit"
     settings: dict[str, Any]
+    scales: dict[Scale, dict[str, Any]] = {}
+    """Keys that a scale sets in this run only."""
+
+    def at(self, scale: Scale, shared: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings at a scale; `shared` are the keys that it sets in every run of this kind."""
+        return merged(merged(self.settings, shared), self.scales.get(scale, {}))
+
+
+def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with changes, tables merged key by key.
+
+    >>> merged({"data": {"name": "mnist", "size": 32}}, {"data": {"public": 400}, "rounds": 1})
+    {'data': {'name': 'mnist', 'size': 32, 'public': 400}, 'rounds': 1}
+    """
+    new = dict(settings)
+    for key, value in changes.items():
+        old = new.get(key)
+        new[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return new
 
 
 class _Tables(_Section):
@@ -181,11 +239,16 @@ class Study:
         """List the numbers of a table: the printed ones, then those that a figure only draws."""
         printed = [cell for cell in self.cells if cell.table == table]
         drawn = [
-            Cell(table, row, column, setting, metric, "", None, "", "drawn, not printed")
+            Cell(table, row, column, setting, metric, "", None, self._unit(metric), "drawn, not printed")
             for part in self.tables[table].parts
             for setting, row, column, metric in product(part.settings, part.rows, part.columns, part.drawn)
         ]
         return [*printed, *drawn]
+
+    def _unit(self, metric: str) -> str:
+        """Return the unit of values that are only drawn."""
+        shares = ("recovered", "accuracy")
+        return "%" if metric in self.content.metrics and self.content.metrics[metric].ours in shares else ""
 
     def measurement(self, cell: Cell) -> Measurement | None:
         """Return how a cell is measured; None if it is not."""
@@ -198,7 +261,7 @@ class Study:
         for part in self.tables[cell.table].parts:
             if cell.setting in part.settings and cell.row in part.rows and cell.column in part.columns:
                 run = part.settings[cell.setting]
-                if (self.content.runs[run].kind == "train") != (metric.ours == "accuracy"):
+                if (self.content.runs[run].kind == "train") != (metric.ours in OF_TRAININGS):
                     continue
                 score = part.scores.get(cell.metric, metric.ours)
                 return Measurement(run, part.rows[cell.row], part.columns[cell.column], score)
@@ -207,8 +270,8 @@ class Study:
     def unmeasured(self, cell: Cell) -> str:
         """Return why nothing measures a cell."""
         known = next((pattern.reason for pattern in self.content.unmeasured if pattern.covers(cell)), "")
-        if known or self.tables[cell.table].without_run:
-            return known or self.tables[cell.table].without_run
+        if known or self.tables[cell.table].reason:
+            return known or self.tables[cell.table].reason
         return "no number is printed" if cell.number is None else "nothing of ours measures this"
 
     def deviation(self, cell: Cell) -> Deviation | None:
@@ -216,30 +279,22 @@ class Study:
         return next((deviation for deviation in self.content.deviations if deviation.covers(cell)), None)
 
 
-def studies() -> dict[str, Study]:
-    """Read all papers whose tables are described."""
-    return {key: _read(key) for key in sorted(_keys())}
-
-
-def find_study(key: str) -> Study:
-    """Read one paper by its key."""
-    known = sorted(_keys())
-    if key in known:
-        return _read(key)
-    near = get_close_matches(key, known, n=1, cutoff=0.4)
-    hint = f"did you mean '{near[0]}'? " if near else ""
-    raise fail("KEY", f"no paper '{key}'", f"{hint}known: {', '.join(known)}")
-
-
-def _keys() -> Iterator[str]:
+def keys() -> list[str]:
+    """List the papers whose tables are described."""
     folders = (entry for entry in _FOLDER.iterdir() if entry.is_dir())
-    return (folder.name for folder in folders if (folder / "printed" / "tables.toml").is_file())
+    return sorted(folder.name for folder in folders if (folder / "printed" / "tables.toml").is_file())
 
 
-def _read(key: str) -> Study:
+def read_printed(key: str) -> tuple[_Tables, tuple[Cell, ...]]:
+    """Read the tables and printed numbers of a paper."""
+    known = keys()
+    if key not in known:
+        near = get_close_matches(key, known, n=1, cutoff=0.4)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        raise fail("KEY", f"no paper '{key}'", f"{hint}known: {', '.join(known)}")
     content = _Tables.model_validate(tomllib.loads((_FOLDER / key / "printed" / "tables.toml").read_text("utf-8")))
     lines = csv.DictReader(io.StringIO((_FOLDER / key / "printed" / "numbers.csv").read_text("utf-8")))
-    return Study(key, content, tuple(_cell(line) for line in lines))
+    return content, tuple(_cell(line) for line in lines)
 
 
 def _cell(line: Mapping[str, str]) -> Cell:

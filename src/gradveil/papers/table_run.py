@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+import shlex
+import subprocess
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +16,16 @@ from rich.console import Console
 
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.audit_run import describe as describe_audit
+from gradveil.audit.audit_run import machine as describe_machine
 from gradveil.audit.audit_run import run as run_audit
 from gradveil.audit.audit_run import site as audit_site
 from gradveil.audit.display import Screen
 from gradveil.audit.preflight import open_experiment
-from gradveil.audit.run_directory import Store
+from gradveil.audit.run_directory import AUDIT, Store
 from gradveil.audit.run_file import assemble, assemble_training
 from gradveil.audit.trial import sharing
-from gradveil.core.errors import Problem, refuse
+from gradveil.core.errors import GradveilError, Problem, refuse
+from gradveil.data import load
 from gradveil.federated.training_config import TrainConfig
 from gradveil.federated.training_run import TRAINING_RUN
 from gradveil.federated.training_run import describe as describe_training
@@ -28,45 +33,80 @@ from gradveil.federated.training_run import run as run_training
 from gradveil.federated.training_run import site as training_site
 from gradveil.federated.training_setup import open_setting
 from gradveil.papers.records import Record, read_run
-from gradveil.papers.study import Scale, Study
+from gradveil.papers.study import Cell, Scale, Study
 from gradveil.runs.pool import Processes, cores
 from gradveil.runs.task import Scheduler, Site, in_process
 
 
 @dataclass(frozen=True)
 class RowRun:
-    """One audit or training: the cells of a table that share a run and a defence."""
+    """One audit or training: the cells of a table that share a run, a defence and an attack."""
 
     study: Study
     run: str
     defence: str
-    attacks: tuple[str, ...]
+    attack: str
     """Empty for a training."""
     scale: Scale
+    changes: tuple[str, ...] = ()
+    """Settings that differ from those of the scale, such as `target_clients=8`."""
+    command: str = ""
+    """The command that runs nothing else of the table."""
 
     @property
     def folder(self) -> Path:
         """Where it lies below the folder of paper runs."""
-        name = re.sub(r"[^A-Za-z0-9.]+", "-", self.defence).strip("-")
-        return Path(self.study.key) / self.scale / self.run / name
+        names = [re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-") for text in (self.defence, self.attack or "training")]
+        return Path(self.study.key, self.scale, self.run, *names)
 
     @property
     def trains(self) -> bool:
         """Whether it is a training."""
         return self.study.content.runs[self.run].kind == "train"
 
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """What is measured, as in its record."""
+        return self.run, self.defence, self.attack
+
+    @property
+    def title(self) -> str:
+        """Name the run, the defence and the attack."""
+        return f"{self.run}: {self.defence}, {f'against {self.attack}' if self.attack else 'training'}"
+
+    @property
+    def data(self) -> str:
+        """The name of its data."""
+        return self.config().data.name
+
+    def has_data(self, data_dir: Path | None) -> bool:
+        """Return whether its data can be read."""
+        try:
+            load(self.data, size=32, data_dir=data_dir, limit_public=1, limit_private=1)
+        except GradveilError:
+            return False
+        return True
+
+    def finished(self, root: Path) -> list[Record]:
+        """Read it if it is finished with these settings, below a folder of paper runs."""
+        kind = TRAINING_RUN if self.trains else AUDIT
+        if not kind.exists(root / self.folder):
+            return []
+        same = kind.read(root / self.folder)["config_hash"] == self.config().digest()
+        records = self.measured(root) if same else []
+        return records if all(record.status != "unfinished" for record in records) else []
+
     def config(self) -> RunConfig | TrainConfig:
         """Return its settings at its scale."""
         kind = "train" if self.trains else "audit"
         raw: dict[str, Any] = {
             "name": f"{self.study.key}-{self.run}",
-            **self.study.content.runs[self.run].settings,
-            **self.study.content.scales[self.scale].get(kind, {}),
+            **self.study.content.runs[self.run].at(self.scale, self.study.content.scales[self.scale].get(kind, {})),
             "defences": [self.defence],
         }
         if self.trains:
-            return assemble_training(raw, ())
-        return assemble({**raw, "attacks": list(self.attacks), "control": False, "images": False}, ())
+            return assemble_training(raw, self.changes)
+        return assemble({**raw, "attacks": [self.attack], "control": False, "images": False}, self.changes)
 
     def measured(self, root: Path) -> list[Record]:
         """Read what is finished of it below a folder of paper runs."""
@@ -74,31 +114,69 @@ class RowRun:
 
 
 def row_runs(
-    study: Study, table: str, scale: Scale, rows: Collection[str] = (), columns: Collection[str] = ()
+    study: Study,
+    table: str,
+    scale: Scale,
+    rows: Collection[str] = (),
+    columns: Collection[str] = (),
+    settings: Collection[str] = (),
+    changes: Sequence[str] = (),
 ) -> list[RowRun]:
-    """List what has to be run for a table, or for some of its rows and columns (printed names)."""
+    """List what has to be run for a table, or for some of its rows, columns and settings (printed names).
+
+    `changes` are settings that differ from those of the scale: `["target_clients=8"]`.
+    """
     entry = study.table(table)
+    chosen = {"row": rows, "column": columns, "setting": settings}
     cells = study.cells_of(entry.name)
-    refuse(
-        [
-            *_unknown("--row", rows, [cell.row for cell in cells]),
-            *_unknown("--column", columns, [cell.column for cell in cells]),
-        ]
-    )
-    attacks: dict[tuple[str, str], dict[str, None]] = {}
+    refuse([problem for key, names in chosen.items() for problem in _unknown(key, names, cells)])
+    groups: dict[tuple[str, str, str], list[Cell]] = {}
     for cell in cells:
         wanted = study.measurement(cell)
-        if wanted is None or (rows and cell.row not in rows) or (columns and cell.column not in columns):
-            continue
-        attacks.setdefault((wanted.run, wanted.defence), {}).update({wanted.attack: None} if wanted.attack else {})
-    return [RowRun(study, run, defence, tuple(texts), scale) for (run, defence), texts in attacks.items()]
+        if wanted is not None and all(not names or getattr(cell, key) in names for key, names in chosen.items()):
+            groups.setdefault((wanted.run, wanted.defence, wanted.attack), []).append(cell)
+    return [
+        RowRun(study, *place, scale, tuple(changes), _command(study.key, entry.name, scale, members, changes))
+        for place, members in groups.items()
+    ]
 
 
-def _unknown(option: str, given: Collection[str], known: Collection[str]) -> Iterator[Problem]:
-    names = list(dict.fromkeys(known))
+def _command(key: str, table: str, scale: Scale, cells: Sequence[Cell], changes: Sequence[str]) -> str:
+    words = ["gradveil", "paper", "run", key, table, "--scale", scale]
+    for name in ("setting", "row", "column"):
+        values = dict.fromkeys(getattr(cell, name) for cell in cells)
+        words += [f"--{name}s", *values] if all(values) else []
+    return shlex.join([*words, *(word for change in changes for word in ("--set", change))])
+
+
+def stand_in_data(row: RowRun) -> RowRun:
+    """Return a run on bundled images: digits, or patches of photographs where colour images are only attacked."""
+    coloured = row.data != "mnist"
+    if coloured and not row.trains:  # patches have no labels to learn
+        return replace(row, changes=(*row.changes, "data.name=patches"))
+    changes = ["data.name=digits", *(["data.channels=3"] if coloured else [])]
+    return replace(row, changes=(*row.changes, *changes))
+
+
+def _unknown(key: str, given: Collection[str], cells: Sequence[Cell]) -> Iterator[Problem]:
+    names = list(dict.fromkeys(getattr(cell, key) for cell in cells))
     for name in given:
         if name not in names:
-            yield Problem(f"{option} '{name}'", "is not printed in this table", f"known: {', '.join(names)}")
+            yield Problem(f"--{key}s '{name}'", "is not printed in this table", f"known: {', '.join(names)}")
+
+
+def running_code() -> str:
+    """Return the version of Gradveil, and the commit where it runs from its repository."""
+    package, release = Path(__file__).parents[1], version("gradveil")
+    if not (package.parents[1] / ".git").exists():
+        return release
+    git = ["git", "-C", str(package)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "."], capture_output=True, check=False)
+    except (OSError, subprocess.CalledProcessError):
+        return release
+    return f"{release}+{commit.stdout.strip()}{'.changed' if changed.returncode else ''}"
 
 
 def run_row(
@@ -107,11 +185,10 @@ def run_row(
     """Run what is not finished of a row, and return its measurements."""
     config, folder = row.config(), root / row.folder
     console = Console(stderr=True, markup=False)
-    command = f"gradveil paper run {row.study.key} --scale {row.scale}"
     if isinstance(config, TrainConfig):
-        _train(config, folder, data_dir, workers, fresh, command)
+        _train(config, folder, data_dir, workers, fresh, row.command)
     else:
-        _audit(config, folder, data_dir, workers, fresh, command, console)
+        _audit(config, folder, data_dir, workers, fresh, row.command, console)
     return row.measured(root)
 
 
@@ -128,6 +205,7 @@ def _audit(
     experiment = open_experiment(config, data_dir)
     share = -(-config.target_clients // count)
     info = describe_audit(config, share, command, experiment.held, sharing(experiment), (), experiment.images)
+    info |= {"code": running_code()}
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -144,6 +222,7 @@ def _train(
     count = min(workers or cores(), len(config.seeds))
     setting = open_setting(config, data_dir)
     info = describe_training(config, command, setting.weights, setting.data.identities())
+    info |= {"code": running_code(), "machine": describe_machine(config.device)}
     with TRAINING_RUN.opened(folder, info, fresh):
         schedule = _schedule(count)(training_site(setting, data_dir))
         run_training(setting, folder, lambda trial, record, status: None, schedule)

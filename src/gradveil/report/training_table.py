@@ -14,8 +14,15 @@ _ROUND_VALUES = (
     *("accuracy", "loss", "validation_accuracy", "validation_loss"),
     *("bytes_up", "bytes_down", "seconds", "client_seconds"),
 )
+_HELD_BACK = {
+    "gamma": "gamma",
+    "residual_squared": "residual",
+    "gradient_squared_largest": "largest",
+    "gradient_squared_mean": "full",
+    "gradient_variance": "variance",
+}
 _CLIENT_COUNTS = {"answered": "clients", "refused": "refused", "absent": "absent"}
-ROUNDS = ("defence", "seed", "round", *_ROUND_VALUES, *_CLIENT_COUNTS)
+ROUNDS = ("defence", "seed", "round", *_ROUND_VALUES, *_CLIENT_COUNTS, *_HELD_BACK)
 """The columns of the CSV of rounds."""
 
 
@@ -71,4 +78,5 @@ def round_rows(trials: Trials) -> Iterator[dict[str, Any]]:
                 "round": point["number"],
                 **{key: point.get(key) for key in _ROUND_VALUES},
                 **{name: len(point.get(key, ())) for name, key in _CLIENT_COUNTS.items()},
+                **{name: (point.get("held_back") or {}).get(key) for name, key in _HELD_BACK.items()},
             }

@@ -76,6 +76,7 @@ COLUMNS: tuple[Column[Row], ...] = (
         percent,
     ),
     _score("ssim", "SSIM", "structural similarity, mean"),
+    Column("ssim_std", "SSIM std", "its standard deviation over images", _sum("ssim_std"), number),
     Column("ssim_max", "SSIM max", "highest of all images", lambda row: max(row.ssims, default=None), number),
     Column("ssim_min", "SSIM min", "lowest of all images", lambda row: min(row.ssims, default=None), number),
     Column(
@@ -146,6 +147,20 @@ COLUMNS: tuple[Column[Row], ...] = (
         _sum("cosine_promised"),
         number,
     ),
+    Column(
+        "mse_taylor",
+        "Taylor MSE",
+        "error of Proposition 1 in Xue et al. 2024: first order, for attackers who match the whole pruned update",
+        _sum("mse_taylor"),
+        number,
+    ),
+    Column(
+        "below_taylor",
+        "Below it",
+        "targets that were reconstructed with a lower error than that",
+        _sum("below_taylor"),
+        number,
+    ),
     text_column("proven", "Proven", "epsilon, where the run describes its training", lambda row: proven(row.info)),
     Column(
         "objective_initial",
@@ -205,6 +220,7 @@ COLUMNS: tuple[Column[Row], ...] = (
 
 _OPTIONAL = {"lpips", "mse_bound", "objective_truth", "identified", "iterations_per_second", "restarts", "params"}
 _OPTIONAL |= {"first_order_utility", "second_order_utility", "gamma_1", "cosine_worst", "cosine_promised"}
+_OPTIONAL |= {"mse_taylor", "below_taylor"}
 _OPTIONAL |= {*TRAINED_ON.values()}
 _OPTIONAL |= {
     "trained",

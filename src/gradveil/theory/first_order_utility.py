@@ -1,16 +1,12 @@
-"""Utility of a defended gradient by the first two terms of a Taylor series, and the share that pruning removes.
-
-Xue et al. 2024, "Revisiting Gradient Pruning", call gamma_1 the share of an update's energy that is not sent. It bounds
-the distance of a perfect match's gradient from the true one. It does not bound the error of an attack from below: an
-attacker who reads the mask from the zeros does not need the removed entries (docs/results.md shows this for DGP).
+"""Utility of a defended gradient by the first two terms of a Taylor series.
 
 A step w - eta * sent lowers the loss by eta <g, sent> - eta^2 / 2 sent^T H sent. In Chen, Gürsoy and Lei 2024, "Optimal
 Defenses Against Gradient Reconstruction Attacks", Definition 2, the utility of first order does not depend on noise of
 mean zero: the expectation of <g, sent>. That of second order is -sum_i g_i^2 s_i^2 for independent noise: what it adds
 to the expectation of -<g, sent>^2, so g g^T takes the place of H.
 
-That reading of the paper is unverified, as are the weights of the two terms, and whether Theorems 2 to 4 take the
-expectations inside or outside the root; here they are inside, sqrt(E ||dg_i/dx||^2 / E g_i^2).
+The first decides, the second compares defences of equal first-order utility; they are not weighed against each other.
+Theorems 2 to 4 take expectations inside the root, sqrt(E ||dg_i/dx||^2 / E g_i^2), as their Cauchy step needs.
 """
 
 from __future__ import annotations
@@ -21,57 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradveil.core.tree import Tensors, squared_norm, tmap
-
-
-def gamma(update: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> Tensor:
-    """Measure gamma_1 = ||g - sent||^2 / ||g||^2 of one update; zero for a zero update.
-
-    The square of the relative distance that an audit records (`gradveil.metrics.relative_distance`).
-    """
-    whole = squared_norm(update)
-    return squared_norm(tmap(torch.sub, update, sent)) / torch.where(whole > 0, whole, torch.ones_like(whole))
-
-
-def least_gamma(top: float, bottom: float) -> tuple[float, float]:
-    """Return two lower bounds of gamma_1 for dual pruning: that of Assumption 1, and the tight one.
-
-    Assumption 1: (1 - sqrt(1 - k1 k2))^2 < gamma_1 < 1 for the shares k1 = `top` and k2 = `bottom`. The tight bound:
-    the largest entries are no smaller than the middle ones, so gamma_1 >= k1 / (1 - k2), with equality if the bottom is
-    zero and all else equal. It implies Assumption 1 for k1 > 0, whose bound is never above 1.8 %, as k1 k2 is at most
-    1/4. Both assume that k1 P and k2 P are whole numbers: a small layer with floor(k1 P) = floor(k2 P) = 0 loses
-    nothing. gamma_1 = 1 if all kept entries are zero.
-
-    >>> [round(bound, 4) for bound in least_gamma(0.05, 0.75)]
-    [0.0004, 0.2]
-    """
-    return (1 - (1 - top * bottom) ** 0.5) ** 2, top / (1 - bottom)
-
-
-def degraded(epsilon: Tensor, share: Tensor, length: Tensor) -> Tensor:
-    """Return epsilon + sqrt(gamma_1) ||g|| (Theorem 1, Euclidean).
-
-    It bounds the distance from the true gradient g of a gradient within epsilon of the sent one.
-    """
-    return epsilon + share.sqrt() * length
-
-
-def degraded_cosine(epsilon: Tensor, share: Tensor) -> Tensor:
-    """Return epsilon + (1 - epsilon) sqrt(gamma_1) (Theorem 1, cosine distance), as printed.
-
-    It is not a bound for large epsilon; `worst_cosine` is one for every epsilon.
-    """
-    return epsilon + (1 - epsilon) * share.sqrt()
-
-
-def worst_cosine(epsilon: Tensor, share: Tensor) -> Tensor:
-    """Return the largest cosine distance from g of a gradient within epsilon of the sent one: the angles add up.
-
-    The sent gradient has cosine sqrt(1 - gamma_1) with g, so the result is
-    1 - cos(acos(1 - epsilon) + acos(sqrt(1 - gamma_1))), and 2 if the angles exceed a half turn.
-    """
-    angle = torch.acos((1 - epsilon).clamp(-1, 1)) + torch.acos((1 - share).clamp(0, 1).sqrt())
-    return 1 - torch.cos(angle.clamp(max=torch.pi))
+from gradveil.core.tree import Tensors, tmap
 
 
 def first_order_utility(gradient: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
-from torch.func import jacfwd, jvp, vmap
+from torch.func import jacfwd, jvp, vjp, vmap
 
 from gradveil.core.noise import Noise, NoiseSpec, Normal
 from gradveil.core.tree import Tensors, norm, root, tmap
@@ -76,6 +76,32 @@ def squared_products(
         rows = vmap(product)(some).values()
         sums.append(torch.stack([value.reshape(len(some), -1).square().sum(1) for value in rows]).sum(0))
     return torch.cat(sums)
+
+
+def spectral_norms(
+    function: Callable[[Tensor], Tensors], inputs: Tensor, start: Tensor, iterations: int = 50, tolerance: float = 1e-3
+) -> Tensor:
+    """Estimate the largest singular value [V] of each row's Jacobian by power iteration on J^T J.
+
+    Row v of the function's tensors [V, ...] depends on row v of the inputs [V, ...] alone. `start` holds the first
+    directions. An iteration takes one product with J and one with J^T, and never makes J. It ends when no estimate
+    grows by more than the tolerance; estimates grow towards the values from below.
+    """
+    load_forward_mode()
+
+    def unit(direction: Tensor) -> Tensor:
+        length = direction.flatten(1).norm(dim=1).reshape(-1, *[1] * (direction.dim() - 1))
+        return direction / torch.where(length > 0, length, torch.ones_like(length))
+
+    direction, found = unit(start), inputs.new_zeros(len(inputs))
+    back = vjp(function, inputs)[1]
+    for _ in range(iterations):
+        ahead: Tensors = jvp(function, (inputs,), (direction,))[1]
+        before, found = found, torch.stack([v.flatten(1).square().sum(1) for v in ahead.values()]).sum(0).sqrt()
+        if bool((found - before <= tolerance * found).all()):
+            break
+        direction = unit(back(ahead)[0])
+    return found
 
 
 def exact_squared_row_norms(gradient: Gradient, batch: Batch) -> Tensors:

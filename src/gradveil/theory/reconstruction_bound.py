@@ -19,8 +19,9 @@ What to keep in mind:
 - It holds for noise whose variances do not depend on x. Variances that do (`optimal-noise` is fitted to the batch)
   reveal x themselves: F lacks a term, and the result is not a bound.
 - It holds for a prior whose density vanishes at its borders. P of images is unknown; both estimates below are models.
-- The paper's own constants could not be verified. Since tr P <= d * (largest eigenvalue of P), a statement with the
-  latter follows from this one: pass `prior_trace = d * eigenvalue`.
+- The paper's Eq. 1 is d^2 / (tr F + d lambda) with lambda the largest eigenvalue of P. Since tr P <= d lambda, the one
+  here is at least as sharp; pass `prior_trace = d * lambda` for theirs. For a defence that draws a variant z, Eq. 2
+  takes E_z tr F_z.
 - It assumes known labels and a single update: n independent updates of the same x have n times the F.
 """
 

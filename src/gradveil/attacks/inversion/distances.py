@@ -10,7 +10,7 @@ from torch import Tensor
 from gradveil.attacks.knowledge import Knowledge, Known
 from gradveil.client import Client
 from gradveil.core.tree import Tensors, root
-from gradveil.gradients.fused import cosine_distance, squared_distance
+from gradveil.gradients.fused import cosine_distance, squared_distance, total_variation
 from gradveil.nn.normalisation import running_statistics
 
 Distance = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
@@ -127,6 +127,17 @@ _REFRESH = 50
 def energy(x: Tensor) -> Tensor:
     """Mean over the images of the Euclidean norm (the l2 prior of Yin et al. 2021)."""
     return x.flatten(2).square().sum(2).clamp_min(1e-24).sqrt().mean(1)
+
+
+def variation(images: Tensor, over: str) -> Tensor:
+    """Total variation, with `over="colours"` also that of the differences between the three colour channels."""
+    if over == "colours" and images.shape[-3] == _COLOURS:
+        red, green, blue = images.unbind(-3)
+        images = torch.cat([images, torch.stack([red - green, red - blue, green - blue], -3)], -3)
+    return total_variation(images)
+
+
+_COLOURS = 3
 
 
 def statistics_distance(simulated: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Tensor:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gradveil.attacks.inversion.descent import CONVERGED, STATUSES, Solution, joined
 from gradveil.attacks.inversion.distances import statistics_wanted
 from gradveil.attacks.inversion.image_sources import INPUTS, TARGETS
 from gradveil.attacks.inversion.inversion_settings import InversionSettings
 from gradveil.attacks.inversion.problem import InversionProblem
+from gradveil.attacks.inversion.rehearsal import prepare, rehearse
 from gradveil.attacks.inversion.solve import rows_at_once, search_rows
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.labels import label_problems
@@ -68,6 +71,10 @@ class Inversion(InversionSettings):
         plan: Sequence[int] = (),
     ) -> Reconstruction:
         """Reconstruct every target client's batch from the observed updates."""
+        if self.variants:
+            chosen, remark = self.rehearsed(observations, simulated_client, knowledge, key)
+            found = chosen(observations, simulated_client, knowledge, key, progress, plan)
+            return replace(found, remarks=(*found.remarks, remark))
         began = time.perf_counter()
         problem = InversionProblem(self, observations, simulated_client, knowledge, key)
         problem.learn()
@@ -84,6 +91,18 @@ class Inversion(InversionSettings):
             done += size
         result = _reconstruction(self, problem, joined(parts), time.perf_counter() - began, chunks)
         return undone(result, simulated_client, knowledge) if self.undo else result
+
+    def rehearsed(
+        self, observations: Sequence[Observation], simulated_client: Client, knowledge: Knowledge, key: Key
+    ) -> tuple[Inversion, Remark]:
+        """Choose the variant that finds most on simulated clients, and say which."""
+        key = key.child(Stream.REHEARSAL)
+
+        def run(attack: InversionSettings, seen: Sequence[Observation], told: Knowledge) -> Reconstruction:
+            return cast("Inversion", attack)(seen, simulated_client, told, key)
+
+        chosen, remark = rehearse(self, prepare(observations, simulated_client, knowledge, key), run)
+        return cast("Inversion", chosen), remark
 
     def plan(
         self, observations: Sequence[Observation], simulated_client: Client, knowledge: Knowledge, key: Key
@@ -181,7 +200,7 @@ def _reconstruction(
     if attack.batchnorm and not statistics_wanted(problem.knowledge, problem.simulated_client, first, problem.example):
         remarks = (Remark("its BatchNorm prior is left out: the model has no running statistics", (0,)),)
     return Reconstruction(
-        inputs=final,
+        inputs=_median(final) if attack.median else final,
         targets=targets,
         objective=solution.objective[rows],
         status=tuple(STATUSES[code] for code in solution.status[rows].tolist()),
@@ -195,6 +214,13 @@ def _reconstruction(
         remarks=remarks,
         match=torch.cat([problem.match(chunk, take(solution.variables, chunk)) for chunk in compared]),
     )
+
+
+def _median(images: Tensor) -> Tensor:
+    """Replace each pixel of images [V, B, C, H, W] by the median of its 3x3 neighbourhood; borders are mirrored."""
+    padded = pad(images.flatten(0, 1), (1, 1, 1, 1), mode="reflect")
+    windows = padded.unfold(-2, 3, 1).unfold(-2, 3, 1).flatten(-2)
+    return windows.median(-1).values.view_as(images)
 
 
 def _reporter(

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from gradveil.attacks.closed_form.first_layer import Analytic
 from gradveil.attacks.inversion.cma_es import CMAES
 from gradveil.attacks.inversion.descent import Descent
 from gradveil.attacks.inversion.distances import OBJECTIVES
 from gradveil.attacks.inversion.image_sources import Images, Pixels
+from gradveil.attacks.inversion.optimisers import Adam
 from gradveil.attacks.knowledge import How
 from gradveil.attacks.labels import Labels
 from gradveil.client import Client
 from gradveil.core.errors import Problem
 from gradveil.core.settings import Checked, Choice, Count, Range, Strength
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Settings that an inversion tries on simulated clients before it attacks."""
+
+    tv: float
+    stepper: Adam
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,10 @@ class InversionSettings(Checked):
         "cosine"
     )
     tv: Annotated[Strength, "Weight of the images' total variation."] = 0.0
+    tv_over: Annotated[
+        Literal["channels", "colours"],
+        "Total variation of each channel, or also of the differences between colour channels.",
+    ] = "channels"
     l2: Annotated[Strength, "Weight of the images' mean square."] = 0.0
     descent: Descent = field(default_factory=Descent)
     restarts: Annotated[Count, "Searches per target client, of which the best is kept."] = 1
@@ -57,11 +70,19 @@ class InversionSettings(Checked):
     subtract: bool = False
     """Subtract known additive noise from the observed update, if its contribution does not depend on the images."""
     undo: Annotated[bool, "Search the images that the client trained on, then undo the batch defence."] = False
+    median: Annotated[bool, "Take the median of 3x3 pixels over the images that are found."] = False
     step_size: Annotated[
         float | None,
         Range(0, low_open=True, optional=True),
         "Local step size that the attacker assumes; none for the client's own.",
     ] = None
+
+    variants: tuple[Variant, ...] = ()
+    """Settings of which the best on simulated clients is used, where there are public examples; else the first."""
+
+    def with_variant(self, variant: Variant) -> Self:
+        """Return the attack with a variant's settings, and nothing left to try."""
+        return replace(self, tv=variant.tv, descent=replace(self.descent, stepper=variant.stepper), variants=())
 
     @property
     def together(self) -> bool:

@@ -23,6 +23,7 @@ from gradveil.attacks.inversion.distances import (
     of_gradients,
     statistics_distance,
     statistics_wanted,
+    variation,
 )
 from gradveil.attacks.inversion.image_sources import INPUTS, TARGETS, WEIGHTS, Canvas
 from gradveil.attacks.inversion.inversion_settings import InversionSettings
@@ -37,7 +38,7 @@ from gradveil.core.noise import Key, Noise
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, select, take, under
 from gradveil.core.types import Batch
-from gradveil.gradients.fused import squared_lengths, total_variation
+from gradveil.gradients.fused import squared_lengths
 from gradveil.nn.module_paths import downstream
 
 Streams = Mapping[int, Generator]
@@ -283,7 +284,7 @@ class InversionProblem:
         value = self._distance(batch, noise, constants, rows, iteration)
         attack = self.attack
         if attack.tv:
-            value = value + attack.tv * total_variation(inputs)
+            value = value + attack.tv * variation(inputs, attack.tv_over)
         if attack.l2:
             value = value + attack.l2 * energy(inputs)
         if wanted := select(constants, "statistics"):
@@ -294,7 +295,7 @@ class InversionProblem:
             value = value + attack.group * self.consensus(inputs, rows, iteration)
         for name, how in self.how.items():
             if isinstance(how, Optimise) and how.weight:
-                value = value + how.weight * self.noise[name].law.penalty(variables[name])
+                value = value + how.weight * how.prior(self.noise[name].law, variables[name])
         return value
 
     def _client_inputs(

@@ -17,6 +17,7 @@ from gradveil.core.plugins import Catalogue, Plugin
 from gradveil.core.user_code import imported
 from gradveil.nn.initial_weights import drawing_from, initialise
 from gradveil.nn.models.libraries import LIBRARIES, Wanted, build_of_library
+from gradveil.nn.models.mlp import mlp
 from gradveil.nn.models.parts import Network
 from gradveil.nn.models.resnet import resnet18, resnet20, resnet32, resnet34
 from gradveil.nn.models.small_cnn import cnn6, convnet, lenet_zhu, mnist_cnn_glaus, mnist_conv, scheliga_cnn
@@ -43,6 +44,7 @@ _RGAP = "Zhu, Blaschko: R-GAP: Recursive Gradient Attack on Privacy (ICLR 2021)"
 _IG = "Geiping, Bauermeister, Dröge, Moeller: Inverting Gradients (NeurIPS 2020)"
 _OPTIMAL = "Chen, Gürsoy, Lei 2024: Optimal Defenses Against Gradient Reconstruction Attacks"
 _SCHELIGA = "Scheliga, Mäder, Seeland: Combining Stochastic Defenses to Resist Gradient Inversion"
+_COCKTAIL = "Kariyappa et al.: Cocktail Party Attack (ICML 2023)"
 _GLAUS = "Yang et al. 2023: GLAUS, an attack on unbiased gradient sampling"
 _RESNET = "He, Zhang, Ren, Sun: Deep Residual Learning for Image Recognition (CVPR 2016)"
 _VGG = "Simonyan, Zisserman: Very Deep Convolutional Networks (ICLR 2015)"
@@ -54,9 +56,10 @@ MODELS: dict[str, ModelEntry] = {
     "mnist-conv": ModelEntry(mnist_conv, "2 convolutions and 2 linear layers, LeakyReLU", _OPTIMAL),
     "scheliga-cnn": ModelEntry(scheliga_cnn, "3 valid 5x5 convolutions of stride 2, ReLU; needs 32x32", _SCHELIGA),
     "mnist-cnn-glaus": ModelEntry(mnist_cnn_glaus, "3 valid sigmoid 5x5 convolutions, weights U(-0.5, 0.5)", _GLAUS),
+    "mlp": ModelEntry(mlp, "fully connected layers of all pixels, width 512, depth 2", _COCKTAIL),
     "vit": ModelEntry(vit, "vision transformer, patch 4, width 256, 4 blocks, 16 heads", _SCHELIGA),
-    "resnet18": ModelEntry(resnet18, "ResNet-18 with GroupNorm; stem imagenet or cifar", _RESNET),
-    "resnet34": ModelEntry(resnet34, "ResNet-34 with GroupNorm; stem imagenet or cifar", _RESNET),
+    "resnet18": ModelEntry(resnet18, "ResNet-18 with GroupNorm; stem imagenet, cifar or no-pool", _RESNET),
+    "resnet34": ModelEntry(resnet34, "ResNet-34 with GroupNorm; stem imagenet, cifar or no-pool", _RESNET),
     "resnet20": ModelEntry(resnet20, "ResNet-20 with BatchNorm, base width 16, option-A shortcuts", _RESNET),
     "resnet32": ModelEntry(resnet32, "ResNet-32 with BatchNorm, base width 16, option-A shortcuts", _RESNET),
     "vgg11": ModelEntry(vgg11, "VGG-11 with BatchNorm, linear layer 512 -> classes", _VGG),

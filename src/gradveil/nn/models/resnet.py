@@ -12,8 +12,8 @@ from gradveil.core.errors import fail
 from gradveil.nn.models.parts import GlobalMean, Network, activation_layer, conv_block, sequence, side_after
 from gradveil.nn.normalisation import norm_layer
 
-STEMS = ("cifar", "imagenet")
-"""First layers of a ResNet: a 3x3 convolution, or 7x7 with stride 2 and max-pooling."""
+STEMS = ("cifar", "imagenet", "no-pool")
+"""First layers of a ResNet: a 3x3 convolution, or 7x7 with stride 2, and then max-pooling or none."""
 
 
 class PadShortcut(nn.Module):
@@ -73,7 +73,10 @@ def resnet18(
     stem: str = "imagenet",
     width: int = 64,
 ) -> Network:
-    """ResNet-18; `stem` "imagenet" is a 7x7 convolution of stride 2 and a max-pool, "cifar" one 3x3 convolution."""
+    """ResNet-18; `stem` "imagenet" is a 7x7 convolution of stride 2 and a max-pool, "cifar" one 3x3 convolution.
+
+    With "no-pool" the first convolution is that of "imagenet", without the max-pool.
+    """
     return _wide_resnet((2, 2, 2, 2), (channels, size, size), classes, stem, width, norm, groups, activation)
 
 
@@ -133,10 +136,12 @@ def _wide_resnet(
     if stem not in STEMS:
         raise fail("stem", f"unknown name '{stem}'", f"choose one of: {', '.join(STEMS)}")
     block = partial(conv_block, bias=norm == "none", norm=norm, groups=groups, activation=activation)
-    if stem == "imagenet":
-        side_after("this stem", shape[1], (7, 2, 3), (3, 2, 1))
+    if stem != "cifar":
+        pooled = stem == "imagenet"
+        side_after("this stem", shape[1], (7, 2, 3), *([(3, 2, 1)] if pooled else []))
         first = block((shape[0], width), 7, stride=2, padding=3)
-        first.add_module("pool", nn.MaxPool2d(3, stride=2, padding=1))
+        if pooled:
+            first.add_module("pool", nn.MaxPool2d(3, stride=2, padding=1))
     else:
         first = block((shape[0], width), 3, padding=1)
     widths = (width, 2 * width, 4 * width, 8 * width)

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from torch import nn
 
+from gradveil.core.errors import fail
 from gradveil.nn.models.parts import Flatten, Network, activation_layer, conv_block, sequence, side_after
 
 
@@ -17,14 +18,21 @@ def lenet_zhu(
     norm: str = "none",
     groups: int = 2,
     activation: str = "sigmoid",
+    weights: str = "wide",
 ) -> Network:
-    """Three 5x5 convolutions of 12 channels, padding 2, strides 2, 2, 1; one linear layer."""
+    """Three 5x5 convolutions of 12 channels, padding 2, strides 2, 2, 1; one linear layer.
+
+    Initial `weights`: "wide" is U(-0.5, 0.5), as in the study; "default" is PyTorch's law.
+    """
+    if weights not in ("wide", "default"):
+        raise fail("weights", f"unknown name '{weights}'", "choose one of: wide, default")
     side = side_after("lenet-zhu", size, (5, 2, 2), (5, 2, 2), (5, 1, 2))
     blocks = [
         conv_block((wide, 12), 5, stride=stride, padding=2, norm=norm, groups=groups, activation=activation)
         for wide, stride in ((channels, 2), (12, 2), (12, 1))
     ]
-    return _sigmoid_network(blocks, 12 * side * side, (channels, size, size), classes)
+    shape = (channels, size, size)
+    return _sigmoid_network(blocks, 12 * side * side, shape, classes, 0.5 if weights == "wide" else None)
 
 
 def mnist_cnn_glaus(
@@ -43,7 +51,13 @@ def mnist_cnn_glaus(
     return _sigmoid_network(blocks, 10 * side * side, (channels, size, size), classes)
 
 
-def _sigmoid_network(blocks: list[nn.Sequential], features: int, shape: tuple[int, int, int], classes: int) -> Network:
+def _sigmoid_network(
+    blocks: list[nn.Sequential],
+    features: int,
+    shape: tuple[int, int, int],
+    classes: int,
+    weight_range: float | None = 0.5,
+) -> Network:
     named = {f"block{i}": block for i, block in enumerate(blocks)}
     return Network(
         sequence(**named, flatten=Flatten()),
@@ -51,7 +65,7 @@ def _sigmoid_network(blocks: list[nn.Sequential], features: int, shape: tuple[in
         input_shape=shape,
         dropout_positions=tuple(f"body.{name}" for name in named),
         cvb_position="body.block0",
-        weight_range=0.5,
+        weight_range=weight_range,
     )
 
 

@@ -1,0 +1,316 @@
+"""Unmix a batch: all images of an update, from the gradient of a fully connected first layer.
+
+Passive, and without a search over pixels: the batch's images span the rows of the gradient (`independent_images`), and
+independent component analysis finds them there, as in the cocktail-party attack (Kariyappa et al. 2023). The bias's
+gradient, the sum of the errors, gives each image's scale and sign. Behind a ReLU, the zeros of the errors make the
+images exact and certify them (`activation_zeros`). It needs neither labels nor public images, and holds for sums of
+clients and for local steps: their updates mix the same images.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.attacks.closed_form.activation_zeros import ReluLayer, ZeroSearch, scaled
+from gradveil.attacks.closed_form.independent_images import (
+    Span,
+    completed,
+    differences,
+    independent,
+    ranks,
+    spanned,
+    whitening,
+)
+from gradveil.attacks.inversion.inversion import Inversion
+from gradveil.attacks.knowledge import How, Infer, Knowledge
+from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, Remark, in_closed_form
+from gradveil.client import Client
+from gradveil.core.errors import Problem, refuse
+from gradveil.core.noise import Key
+from gradveil.core.settings import Checked
+from gradveil.core.space import Space
+from gradveil.core.streams import Stream
+from gradveil.core.tree import Tensors
+from gradveil.nn.first_layer_equations import InputEquations, shown
+from gradveil.nn.module_paths import at, call_on, caught_inputs, evaluating, last_layer
+
+_STARTS = 3
+"""Random starts of a separation, of which the one with the least outside of the valid values is kept."""
+_PROBES = 8
+_VALUES = 2**26
+"""Largest number of values that are separated at once."""
+_FAR, _FAINT = 0.1, 0.02
+"""Share of an image outside of the valid values, and contrast, from which its scale does not fit the bias."""
+
+
+@dataclass(frozen=True)
+class Unmix(Checked):
+    """Separate a batch's images in the gradient of the first layer."""
+
+    name: str = "unmix"
+    exact: Annotated[
+        Literal["auto", "never"],
+        "Make images exact by the zeros of their errors, where a ReLU follows the first layer; or never.",
+    ] = "auto"
+
+    @property
+    def simulated_client(self) -> Literal["naive", "full"]:
+        """The defended client: it says whether zeros were pruned."""
+        return "full"
+
+    @property
+    def knowledge(self) -> Mapping[str, How]:
+        """Masks are read off zeros."""
+        return {"send.*mask.*": Infer()}
+
+    def problems(self, prospect: Prospect) -> Iterator[Problem]:
+        """Refuse single images, and models whose first layer is not fully connected or too narrow."""
+        client = prospect.simulated_client
+        layer, problems = shown(client.model, client.params(), prospect.shape, client.trained())
+        yield from (replace(problem, remedy=_FEATURES) for problem in problems)
+        if layer is not None:
+            yield from _layer_problems(layer, client.params(), prospect.examples, prospect.shape)
+
+    def __call__(
+        self,
+        observations: Sequence[Observation],
+        simulated_client: Client,
+        knowledge: Knowledge,
+        key: Key,
+        progress: Callable[[Progress], None] | None = None,
+        plan: Sequence[int] = (),
+    ) -> Reconstruction:
+        """Separate every target client's images in the last round's update."""
+        began, seen = time.perf_counter(), observations[-1]
+        client = seen.believed(simulated_client)
+        layer, problems = shown(client.model, seen.params, knowledge.space.shape, client.trained())
+        refuse(problems)
+        assert layer is not None
+        refuse(list(_layer_problems(layer, seen.params, seen.examples, knowledge.space.shape)))
+        mixture = _MixedGradients(layer, seen, client, knowledge.space)
+        relu = self.exact == "auto" and _zeros_where_negative(client, seen.params, layer, knowledge.space.shape)
+        images, certified, count = mixture.separated(relu, key)
+        inputs = mixture.clamp(images).unflatten(2, knowledge.space.shape).to(next(iter(seen.params.values())))
+        targets = _labels(inputs, seen, client, knowledge.classes)
+        objective = self.evaluate(observations, client, replace(knowledge, targets=targets), key, inputs, {})
+        result = in_closed_form(inputs, targets, objective, mixture.finite, began, progress)
+        match = self.match(observations, client, replace(knowledge, targets=targets), key, inputs, {})
+        return replace(result, remarks=_remarks(relu, certified, count, seen.examples), match=match)
+
+    def evaluate(
+        self,
+        observations: Sequence[Observation],
+        simulated_client: Client,
+        knowledge: Knowledge,
+        key: Key,
+        inputs: Tensor,
+        noise: Mapping[str, Tensor],
+        plan: Sequence[int] = (),
+    ) -> Tensor:
+        """Return the squared distance [V] of the inputs' updates from the observed ones, relative to the latter."""
+        distance = self._inversion().evaluate(observations, simulated_client, knowledge, key, inputs, noise)
+        return distance / _squares(observations[-1])
+
+    def match(
+        self,
+        observations: Sequence[Observation],
+        simulated_client: Client,
+        knowledge: Knowledge,
+        key: Key,
+        inputs: Tensor,
+        noise: Mapping[str, Tensor],
+        plan: Sequence[int] = (),
+    ) -> Tensor:
+        """Return `Reconstruction.match`: first the distance of `evaluate`, which has no priors."""
+        match = self._inversion().match(observations, simulated_client, knowledge, key, inputs, noise)
+        return torch.cat([match[:, :1] / _squares(observations[-1]).unsqueeze(1), match[:, 1:]], 1)
+
+    def _inversion(self) -> Inversion:
+        return Inversion(self.name, objective="l2", simulated_client="full", knowledge=self.knowledge)
+
+
+_FEATURES = (
+    "choose a search (ig, cdia); a fully connected layer behind convolutions mixes features, not images, and unmixing "
+    "features is not built in"
+)
+
+
+def _layer_problems(layer: InputEquations, params: Tensors, examples: int, shape: tuple[int, ...]) -> Iterator[Problem]:
+    """Refuse patches, single examples, and batches with more images than the layer has rows."""
+    if len(layer.pixels) > 1:
+        problem = (
+            f"begins with '{layer.path}' on {len(layer.pixels)} patches of an image, not on its {prod(shape)} pixels"
+        )
+        yield Problem("model", problem, _FEATURES)
+        return
+    if examples == 1:
+        yield Problem("client.batch", "one image is mixed with none", "choose analytic, or give a batch of 2 or more")
+    elif examples >= (most := min(params[layer.weight].shape)):
+        problem = f"{examples} images are mixed, and the first layer has {most} rows: it takes fewer images than rows"
+        yield Problem("client.batch", problem, "lower the batch, or choose a search (ig, cdia)")
+
+
+class _MixedGradients:
+    """The first layer's gradients of V target clients, with the pixels in the order of an image."""
+
+    def __init__(self, layer: InputEquations, seen: Observation, client: Client, space: Space) -> None:
+        self.seen, self.space, self.examples = seen, space, seen.examples
+        sent = seen.update[layer.weight].flatten(2).double()
+        self.gradient = torch.zeros_like(sent).index_copy_(2, layer.pixels[0], sent)
+        self.bias = layer.read(seen.update[layer.errors])[:, 0].double()
+        self.finite = self.gradient.isfinite().flatten(1).all(1) & self.bias.isfinite().all(1)
+        known = self.finite.view(-1, 1, 1)
+        self.gradient, self.bias = torch.where(known, self.gradient, 0.0), torch.where(known[..., 0], self.bias, 0.0)
+        weight, name = seen.params[layer.weight].flatten(1).double(), f"{layer.path}.bias"
+        self.weight = torch.zeros_like(weight).index_copy_(1, layer.pixels[0], weight)
+        self.offset = seen.params[name].double() if name in seen.params else torch.zeros_like(self.weight[:, 0])
+        lower, upper = space.bounds(self.gradient)
+        self.lower, self.upper = (value.expand(space.shape).flatten() for value in (lower, upper))
+        self._complete(layer, client)
+
+    def _complete(self, layer: InputEquations, client: Client) -> None:
+        """Fill pruned entries in from a product of low rank, where the client is known to prune."""
+        masks = {
+            name: value for name, value in client.evidence(self.seen.update).items() if ".mask." in name
+        }  # zeros of a client that does not prune are values
+        of_weight = next((v for n, v in masks.items() if n.endswith(f".mask.{layer.weight}")), None)
+        of_bias = next((v for n, v in masks.items() if n.endswith(f".mask.{layer.errors}")), None)
+        if of_weight is not None:
+            known = torch.zeros_like(self.gradient).index_copy_(2, layer.pixels[0], of_weight.flatten(2).double())
+            self.gradient = completed(self.gradient, known > 0, self.examples)
+        if of_bias is not None:
+            self.bias = torch.where(layer.read(of_bias)[:, 0] > 0, self.bias, torch.nan)
+
+    def clamp(self, images: Tensor) -> Tensor:
+        """Cut images [..., n] to valid values."""
+        return torch.clamp(images.nan_to_num(0.0), self.lower, self.upper)
+
+    def features(self, rows: Tensor) -> Tensor:
+        """Return the pixel differences of rows [..., n], in units of the range of valid values."""
+        return differences(rows / (self.upper - self.lower), self.space.shape)
+
+    def separated(self, relu: bool, key: Key) -> tuple[Tensor, list[int], list[int]]:
+        """Return images [V, B, n], and of every client the numbers of certified and of separated ones.
+
+        Fewer images than examples are found where errors depend on each other; their mean stands for the others.
+        """
+        clients = len(self.gradient)
+        found = ((self.lower + self.upper) / 2).expand(clients, self.examples, -1).clone()
+        certified, counts = [0] * clients, [0] * clients
+        rank = ranks(self.gradient, self.examples)
+        for count in sorted(set(rank.tolist()) - {0}):
+            places = (rank == count).nonzero().squeeze(1)
+            size = max(1, _VALUES // (_STARTS * count * 3 * self.gradient.shape[2]))
+            for part in places.split(size):
+                span = spanned(self.gradient[part], count)
+                unmixing = self._independent(span, part, key)
+                for row, place in enumerate(part.tolist()):
+                    one = Span(span.left[row], span.sizes[row], span.right[row], span.noise[row])
+                    images, proven = self._images(place, one, unmixing[row], relu, key)
+                    found[place] = self.clamp(images).mean(0)
+                    found[place, :count] = images
+                    certified[place], counts[place] = proven, count
+        return found, certified, counts
+
+    def _independent(self, span: Span, places: Tensor, key: Key) -> Tensor:
+        """Separate spans from several starts; keep the images with the least outside of the valid values."""
+        features = self.features(span.right)
+        white = whitening(features)
+        keys = [key.child(Stream.FIRST, self.seen.target_clients[place]) for place in places.tolist()]
+        best, least = torch.zeros_like(white), torch.full_like(white[:, 0, 0], torch.inf)
+        for number in range(_STARTS):
+            shape = white.shape[1:]
+            draws = [torch.randn(shape, generator=k.child(number).generator(), dtype=torch.float64) for k in keys]
+            unmixing = independent(white @ features, torch.stack(draws).to(white)) @ white
+            errors = span.left @ torch.linalg.pinv(unmixing)
+            images = unmixing @ span.right / scaled(errors, self.bias[places]).unsqueeze(2)
+            outside = ((images - self.clamp(images)) / (self.upper - self.lower)).abs().mean((1, 2))
+            better = outside < least
+            least = torch.where(better, outside, least)
+            best = torch.where(better.view(-1, 1, 1), unmixing, best)
+        return best
+
+    def _images(self, place: int, span: Span, unmixing: Tensor, relu: bool, key: Key) -> tuple[Tensor, int]:
+        """Return the images [k, n] of one client, and the number of certified ones."""
+        layer = ReluLayer(self.weight, self.offset, self.bias[place], self.clamp, self.features)
+        if not relu:
+            return self._fitting(layer.separated(span, unmixing).images), 0
+        generator = key.child(Stream.REPEAT, self.seen.target_clients[place]).generator()
+        result = ZeroSearch(layer, span, unmixing).run(generator)
+        return self._fitting(result.images), int(result.certified.sum())
+
+    def _fitting(self, images: Tensor) -> Tensor:
+        """Scale images to the valid values, if the bias's gradient gives scales at which most do not fit."""
+        width = self.upper - self.lower
+        outside = ((images - self.clamp(images)) / width).abs().mean(1)
+        contrast = (images / width).std(1)
+        if float(((outside > _FAR) | (contrast < _FAINT)).double().mean()) < 0.5:
+            return images
+        bound = torch.where(images > 0, self.upper, self.lower).abs()
+        bound = torch.where(bound > 0, bound, torch.inf)
+        largest = (images.abs() / bound).kthvalue(max(1, round(0.99 * images.shape[1])), 1).values
+        return images / largest.clamp_min(torch.finfo(images.dtype).tiny).unsqueeze(1)
+
+
+def _zeros_where_negative(client: Client, params: Tensors, layer: InputEquations, shape: tuple[int, ...]) -> bool:
+    """Return whether the errors at the layer's outputs are zero exactly where the outputs are negative: a ReLU."""
+    weight = params[layer.weight]
+    probes = torch.linspace(-1, 1, _PROBES * prod(shape)).mul(997.0).sin().view(_PROBES, *shape).to(weight)
+    caught: list[Tensor] = []
+
+    def catch(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+        caught.append(output)
+
+    hook = at(client.model, layer.path).register_forward_hook(catch)
+    live = {**client.objective.buffers(), **params, layer.weight: weight.detach().clone().requires_grad_()}
+    try:
+        with evaluating(client.model), torch.enable_grad():
+            answers = call_on(client.model, live, probes)
+            loss = (answers.flatten(1).logsumexp(1) - answers.flatten(1)[:, 0]).sum()
+            (errors,) = torch.autograd.grad(loss, caught[0])
+    finally:
+        hook.remove()
+    negative = caught[0] < 0
+    return bool(negative.any()) and bool(((errors == 0) == negative).double().mean() > 0.99)
+
+
+def _labels(inputs: Tensor, seen: Observation, client: Client, classes: int) -> Tensor:
+    """Read the labels [V, B] of separated images off the last layer's gradient.
+
+    It is E^T A, with A the inputs of the layer at the images and E the errors of its outputs: the label's is negative.
+    """
+    last = last_layer(client.model, inputs[:1, :1].flatten(0, 1))
+    sent = seen.update.get(f"{last}.weight")
+    flat = inputs.flatten(0, 1)
+    tensors = {**client.objective.buffers(), **seen.params}
+    with torch.no_grad(), evaluating(client.model), caught_inputs(client.model, last) as caught:
+        answers = call_on(client.model, tensors, flat)
+    if sent is None or caught[0].ndim != 2:
+        return answers[:, :classes].argmax(1).view(inputs.shape[:2])
+    features = nn.functional.pad(caught[0], (0, 1), value=1.0).unflatten(0, inputs.shape[:2]).double()
+    bias = seen.update.get(f"{last}.bias", torch.zeros_like(sent[:, :, 0]))
+    rows = torch.cat([sent, bias.unsqueeze(2)], 2).nan_to_num(0.0, 0.0, 0.0).double()
+    errors = torch.linalg.pinv(features.mT, rtol=1e-6) @ rows.mT
+    return errors[..., :classes].argmin(2)
+
+
+def _remarks(relu: bool, certified: Sequence[int], counts: Sequence[int], examples: int) -> tuple[Remark, ...]:
+    """Return remarks on certified images, and on images that could not be told apart."""
+    proof = Remark(
+        f"{{}} of {examples} images of a client are certified by the zeros of their errors", tuple(certified)
+    )
+    words = f"{{}} of {examples} images of a client have errors of their own; the mean image stands for the others"
+    return (*((proof,) if relu else ()), Remark(words, tuple(counts), examples))
+
+
+def _squares(seen: Observation) -> Tensor:
+    """Return the squared length [V] of the observed updates."""
+    sizes = [value.flatten(1).square().sum(1) for value in seen.update.values()]
+    return torch.stack(sizes).sum(0).clamp_min(torch.finfo(sizes[0].dtype).tiny)

@@ -1,0 +1,150 @@
+"""A paper: list, run, compare and show its tables, from Python as on the command line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradveil.core.errors import fail
+from gradveil.papers.comparison import ComparedTable, Measured, compare
+from gradveil.papers.cost_estimate import CostEstimate, estimate, modelled
+from gradveil.papers.records import Record, best, folder_to_write, read, records_folder, write
+from gradveil.papers.study import SCALES, Scale, Study, TableEntry, keys, read_printed
+from gradveil.papers.table_formats import FORMATS
+from gradveil.papers.table_run import row_runs, run_row, stand_in_data
+
+RUNS = Path("runs") / "papers"
+"""Where the runs of papers lie."""
+QUICK_SECONDS = 60.0
+"""Time after which a table at quick scale starts no further run."""
+Told = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TableOverview:
+    """What a table shows, how much of it is measured, and what it takes on this machine."""
+
+    entry: TableEntry
+    compared: ComparedTable
+    times: dict[Scale, CostEstimate]
+    command: str
+    """The command that runs it; empty if nothing does."""
+
+
+class Paper(Study):
+    """One paper with its tables, our runs of them and our records."""
+
+    def measured(self, runs: Path = RUNS, records: Path | None = None) -> Measured:
+        """Choose the best measurement of each place, recorded or local."""
+        folder = records_folder(records)
+        return best([*(read(folder / self.key) if folder else ()), *self.local(runs)])
+
+    def local(self, runs: Path = RUNS) -> list[Record]:
+        """Read the local runs at every scale."""
+        planned = (
+            each for entry in self.tables.values() for scale in SCALES for each in row_runs(self, entry.name, scale)
+        )
+        return [record for each in {one.folder: one for one in planned}.values() for record in each.measured(runs)]
+
+    def list(self, runs: Path = RUNS, records: Path | None = None) -> list[TableOverview]:
+        """List the tables, with the time of each at each scale."""
+        measured = self.measured(runs, records)
+        return [self._overview(entry, measured) for entry in self.tables.values()]
+
+    def _overview(self, entry: TableEntry, measured: Measured) -> TableOverview:
+        times: dict[Scale, CostEstimate] = {
+            scale: estimate(row_runs(self, entry.name, scale), measured) for scale in SCALES
+        }
+        name = f'"{entry.name}"' if " " in entry.name else entry.name
+        command = "" if entry.reason else f"gradveil paper run {self.key} {name}"
+        return TableOverview(entry, compare(self, entry.name, measured), times, command)
+
+    def cost(
+        self,
+        table: str,
+        scale: Scale,
+        *,
+        rows: Collection[str] = (),
+        columns: Collection[str] = (),
+        settings: Collection[str] = (),
+        changes: Sequence[str] = (),
+        workers: int | None = None,
+        runs: Path = RUNS,
+        records: Path | None = None,
+    ) -> CostEstimate:
+        """Estimate the time of a table, or of some of its rows, columns and settings."""
+        todo = row_runs(self, table, scale, rows, columns, settings, changes)
+        return estimate(todo, self.measured(runs, records), workers)
+
+    def compare(self, table: str, runs: Path = RUNS, records: Path | None = None) -> ComparedTable:
+        """Put our numbers next to the printed ones of a table."""
+        return compare(self, table, self.measured(runs, records))
+
+    def show(self, table: str, format: str = "text", runs: Path = RUNS, records: Path | None = None) -> str:
+        """Write a compared table as text, markdown, latex, html, json or csv."""
+        if format not in FORMATS:
+            raise fail("format", f"'{format}' is unknown", f"known: {', '.join(FORMATS)}")
+        return FORMATS[format](self.compare(table, runs, records))
+
+    def run(
+        self,
+        table: str,
+        scale: Scale = "quick",
+        *,
+        rows: Collection[str] = (),
+        columns: Collection[str] = (),
+        settings: Collection[str] = (),
+        changes: Sequence[str] = (),
+        runs: Path = RUNS,
+        data_dir: Path | None = None,
+        workers: int | None = None,
+        fresh: bool = False,
+        record: bool = False,
+        records: Path | None = None,
+        seconds: float | None = None,
+        tell: Told = lambda line: None,
+    ) -> list[Record]:
+        """Run a table, row by row, and return the measurements; finished rows are only read.
+
+        After `seconds` no further row starts; at quick scale the default is 60 s. Without the data files, quick scale
+        uses bundled images: that shows that it runs, and is never recorded or compared.
+        """
+        todo = row_runs(self, table, scale, rows, columns, settings, changes)
+        if scale == "quick":
+            todo, seconds = sorted(todo, key=modelled), QUICK_SECONDS if seconds is None else seconds
+            if missing := {each.data for each in todo if not each.has_data(data_dir)}:
+                names = ", ".join(sorted(missing))
+                tell(f"NO DATA: {names} not found, bundled images instead. This only shows that it runs.")
+                todo, runs, record = [stand_in_data(each) for each in todo], runs / "bundled-images", False
+        into = folder_to_write(records) / self.key if record else None
+        workers = workers or (1 if seconds is not None else None)  # starting processes takes longer than such rows
+        begun, done = time.monotonic(), list[Record]()
+        for number, each in enumerate(todo, 1):
+            measured = [] if fresh else each.finished(runs)
+            if not measured:
+                past = time.monotonic() - begun
+                if seconds is not None and past > 0 and past + min(modelled(each), seconds) > seconds + 5:
+                    tell(f"{len(todo) - number + 1} of {len(todo)} rows are left: the same command continues.")
+                    break
+                tell(f"[{number}/{len(todo)}] {each.title}")
+                measured = run_row(each, runs, data_dir, workers, fresh)
+            done += measured
+            if into is not None:
+                write(measured, into)
+        return done
+
+
+def studies() -> dict[str, Paper]:
+    """Read all papers whose tables are described."""
+    return {key: find_study(key) for key in keys()}
+
+
+def find_study(key: str) -> Paper:
+    """Read one paper by its key.
+
+    >>> find_study("combining-stochastic-defenses").compare("T1").cells[0].cell.number
+    0.95
+    """
+    return Paper(key, *read_printed(key))
