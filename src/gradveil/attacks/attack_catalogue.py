@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from gradveil.attacks.closed_form.defended_layers import r_gap
 from gradveil.attacks.closed_form.first_layer import Analytic
-from gradveil.attacks.closed_form.layer_by_layer import Recursive
 from gradveil.attacks.closed_form.unmix import Unmix
 from gradveil.attacks.inversion.descent import Descent
 from gradveil.attacks.inversion.image_sources import Images, Trained
@@ -346,7 +346,7 @@ ATTACKS: dict[str, AttackEntry] = {
         GenerativeEntry("gias", gias, "the latent numbers of a trained generator, then its weights", _GIAS, TRAINED),
         GenerativeEntry("ggl", ggl, "the latent numbers of a trained generator, by CMA-ES", _GGL, EVOLVED),
         AttackEntry("analytic", Analytic, "the first layer's equations, solved", _ANALYTIC),
-        AttackEntry("r-gap", Recursive, "each layer's equations, solved from the last to the first", _RGAP),
+        AttackEntry("r-gap", r_gap, "each layer's equations, solved from the last to the first", _RGAP),
         AttackEntry("unmix", Unmix, "a batch's images, separated in the first layer's gradient", _UNMIX),
         AttackEntry("rob", Imprint, "a malicious server's imprint block, inverted analytically", _ROB),
         AttackEntry("curious", Trap, "a malicious server's trap weights, inverted analytically", _CURIOUS),

@@ -24,6 +24,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.attacks.closed_form.defended_layers import Estimated
 from gradveil.attacks.closed_form.first_layer import Analytic
 from gradveil.attacks.closed_form.layer_by_layer import Recursive
 from gradveil.attacks.inversion.inversion import Inversion
@@ -503,7 +504,7 @@ def _without_labels(attack: Attack) -> tuple[Attack, bool]:
     """Let an attack that is given the labels restore them from the update, if it can; return whether it does."""
     if told(attack)["targets"] != "known":
         return attack, told(attack)["targets"] == "infer"
-    if isinstance(attack, Inversion | Learned | Analytic | Recursive):
+    if isinstance(attack, Inversion | Learned | Analytic | Estimated | Recursive):
         return replace(attack, labels="restore"), True
     return attack, False
 

@@ -10,11 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.attacks.closed_form.defended_layers import Estimated
 from gradveil.attacks.closed_form.disturbed import prior_problems
 from gradveil.attacks.closed_form.first_layer import Analytic
 from gradveil.attacks.closed_form.layer_by_layer import Recursive
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.protocol import Prospect
+from gradveil.audit.attack_selection import without_aim
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.run_file import with_defaults
 from gradveil.client import Client
@@ -75,11 +77,12 @@ def widened(experiment: Experiment) -> tuple[Experiment, list[str]]:
     told: list[str] = []
     ways = (
         (with_closed_forms, "shows its input in closed form"),
+        (with_estimates, "is a plain chain of layers, whose gradients have known factors"),
         (with_statistics, "carries running statistics of what it was trained on"),
     )
     for widen, why in ways:
         more = widen(experiment)
-        if added := more.config.attacks[len(experiment.config.attacks) :]:
+        if added := without_aim(more.config.attacks[len(experiment.config.attacks) :]):
             told.append(f"adaptive: {listing(added)} too, since the model {why}")
         experiment = more
     return experiment, told
@@ -118,11 +121,42 @@ def with_closed_forms(experiment: Experiment) -> Experiment:
     return _with_attacks(replace(experiment, unfit={**experiment.unfit, **unfit}), added)
 
 
+def with_estimates(experiment: Experiment) -> Experiment:
+    """Add the estimate from masked or noisy layers on each defence that changes the updates of a plain chain.
+
+    It reads the labels off the update.
+    """
+    if any(isinstance(attack, Estimated) for attack in experiment.attacks.values()):
+        return experiment
+    return _with_attacks(
+        experiment, [f"{_ESTIMATE} on {defence}" for defence in experiment.defences if _estimable(experiment, defence)]
+    )
+
+
+_ESTIMATE = "r-gap(labels=restore, simulated_client=full)"
+
+
+def _estimable(experiment: Experiment, defence: str) -> bool:
+    """Return whether a defence changes what each client sends of one image, and the estimate fits them all."""
+    attack, seed = Estimated(labels="restore"), experiment.config.seeds[0]
+    facts = experiment.space.shape, experiment.classes, len(experiment.public or ())
+    for index in range(len(experiment.config.client)):
+        if not _one_image(experiment, index):
+            return False
+        client = experiment.client(index, defence, seed)
+        if client.step is None and client.send is None:
+            return False
+        if list(attack.problems(Prospect(client, facts[0], 1, *facts[1:]))):
+            return False
+    return True
+
+
 def _with_attacks(experiment: Experiment, added: list[str]) -> Experiment:
     """Add attacks to a run."""
     config = experiment.config
     tuning = config.iterations, config.restarts
-    attacks = {**experiment.attacks, **{text: make_attack(with_defaults(text, *tuning)) for text in added}}
+    made = {text: make_attack(with_defaults(text, *tuning)) for text in without_aim(added)}
+    attacks = {**experiment.attacks, **made}
     return replace(experiment, config=config.model_copy(update={"attacks": [*config.attacks, *added]}), attacks=attacks)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -276,6 +277,19 @@ class Pipeline:
         after = {**after, **under("send", send_state)}
         return update, {name: after[name] for name in state if name in after} | after  # in the order of `init`
 
+    def of_gradient(
+        self, params: Tensors, g: Tensors, batch: Batch, noise: Tensors, state: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """Return what is sent of a gradient, and the next state.
+
+        `g` is that of each example, with a leading B, if the client defends those, else their mean.
+        """
+        each, mean = split(self.gradient.step)
+        if each is not None:
+            g = self.gradient.averaged(each, g, params, batch, noise)
+        g, after = self.gradient.of_mean(mean, g, params, batch, noise, select(state, "step"))
+        return self._sent(params, batch, noise, state, g, under("step", after))
+
     def obstacle(self, params: Tensors, batch: Batch, noise: Mapping[str, Tensor]) -> str | None:
         """Return why `swept` does not serve for batches [V, B, ...] of these shapes; None if it does."""
         if self.batches.local is not None:
@@ -304,13 +318,7 @@ class Pipeline:
         elif mean is None and self.send is None:
             return gradients, {}
 
-        def transform(g: Tensors, own: Batch, own_noise: Tensors, own_state: Tensors) -> tuple[Tensors, Tensors]:
-            if each is not None:
-                g = self.gradient.averaged(each, g, params, own, own_noise)
-            g, after = self.gradient.of_mean(mean, g, params, own, own_noise, select(own_state, "step"))
-            return self._sent(params, own, own_noise, own_state, g, under("step", after))
-
-        sent, after = vmap(transform)(gradients, batch, noise, state)
+        sent, after = vmap(partial(self.of_gradient, params))(gradients, batch, noise, state)
         # An attack differentiates what it simulates, and would pay for this in every iteration.
         simulated = any(value.requires_grad for value in sent.values())
         return sent, after if simulated or not after else vmap(finite_or_before)(sent, after, state)

@@ -35,6 +35,7 @@ _EDGE = 1e-9
 class Bend:
     """An elementwise step and its inverse, where that is known."""
 
+    step: Callable[[Tensor], Tensor]
     inverse: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor], Tensor]
     """The derivative, as a function of the input."""
@@ -55,8 +56,20 @@ class Link:
     @property
     def equations(self) -> float:
         """Number of equations: of the gradient and of the outputs, half of them after a ReLU, as zeros tell nothing."""
-        halved = any(bend.known is _above_zero for bend in self.bends)
-        return self.layer.weight.numel() + prod(self.given) * (0.5 if halved else 1)
+        return self.layer.weight.numel() + prod(self.given) * (0.5 if self.cuts else 1)
+
+    @property
+    def cuts(self) -> bool:
+        """Return whether a ReLU follows, whose slope is zero or one."""
+        return any(bend.known is _above_zero for bend in self.bends)
+
+    @property
+    def outer(self) -> bool:
+        """Return whether the gradient of one image is an outer product: every input takes part in one output position.
+
+        That is a fully connected layer, or a convolution whose output is one position.
+        """
+        return isinstance(self.layer, nn.Linear) or prod(self.given[1:]) == 1
 
     @property
     def weight(self) -> str:
@@ -218,19 +231,27 @@ def _bend(module: nn.Module) -> Bend | None:
     """Return the inverse of an activation, if it is known."""
     if isinstance(module, nn.Sigmoid):
         return Bend(
-            lambda x: torch.logit(x.clamp(_EDGE, 1 - _EDGE)), lambda z: torch.sigmoid(z) * (1 - torch.sigmoid(z))
+            torch.sigmoid,
+            lambda x: torch.logit(x.clamp(_EDGE, 1 - _EDGE)),
+            lambda z: torch.sigmoid(z) * (1 - torch.sigmoid(z)),
         )
     if isinstance(module, nn.Tanh):
-        return Bend(lambda x: x.clamp(_EDGE - 1, 1 - _EDGE).atanh(), lambda z: 1 - torch.tanh(z).square())
+        return Bend(torch.tanh, lambda x: x.clamp(_EDGE - 1, 1 - _EDGE).atanh(), lambda z: 1 - torch.tanh(z).square())
     if isinstance(module, nn.LeakyReLU) and module.negative_slope > 0:
         slope = module.negative_slope
-        return Bend(lambda x: torch.where(x < 0, x / slope, x), lambda z: torch.where(z < 0, slope, 1.0).to(z))
+        return Bend(
+            lambda z: F.leaky_relu(z, slope),
+            lambda x: torch.where(x < 0, x / slope, x),
+            lambda z: torch.where(z < 0, slope, 1.0).to(z),
+        )
     if isinstance(module, nn.ReLU):
-        return Bend(lambda x: x.clamp_min(0), lambda z: (z > 0).to(z), _above_zero)
+        return Bend(F.relu, lambda x: x.clamp_min(0), lambda z: (z > 0).to(z), _above_zero)
     if isinstance(module, nn.ELU) and module.alpha == 1:
-        return Bend(lambda x: torch.where(x < 0, x.clamp(_EDGE - 1, 0).log1p(), x), lambda z: z.clamp_max(0).exp())
+        return Bend(
+            F.elu, lambda x: torch.where(x < 0, x.clamp(_EDGE - 1, 0).log1p(), x), lambda z: z.clamp_max(0).exp()
+        )
     if isinstance(module, nn.Softplus) and module.beta == 1:
-        return Bend(lambda x: x + torch.log(-torch.expm1(-x.clamp_min(_EDGE))), torch.sigmoid)
+        return Bend(F.softplus, lambda x: x + torch.log(-torch.expm1(-x.clamp_min(_EDGE))), torch.sigmoid)
     return None
 
 

@@ -73,7 +73,7 @@ class Recursive(Checked):
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
         """Refuse batches, local training, labels that cannot be read off, and models that are not a chain of layers."""
         simulated_client = self._solved(prospect.simulated_client)
-        yield from _update_problems(simulated_client, prospect.examples)
+        yield from update_problems(simulated_client, prospect.examples)
         yield from label_problems(self.labels, prospect)
         yield from chained(
             simulated_client.model, simulated_client.params(), prospect.shape, simulated_client.trained()
@@ -94,7 +94,7 @@ class Recursive(Checked):
         links, problems = chained(
             simulated_client.model, seen.params, knowledge.space.shape, simulated_client.trained()
         )
-        refuse([*_update_problems(simulated_client, seen.examples), *problems])
+        refuse([*update_problems(simulated_client, seen.examples), *problems])
         targets = find_labels(self.labels, seen, simulated_client, knowledge, key.child(Stream.LABELS))
         assert targets is not None, "labels are given or read off the update"
         finite = torch.stack([value.isfinite().flatten(1).all(1) for value in seen.update.values()]).all(0)
@@ -155,7 +155,7 @@ class Recursive(Checked):
         """Return the squared distance [V] of the inputs' updates from the observed ones, relative to the latter."""
         client = self._solved(simulated_client)
         distance = self._inversion().evaluate(observations, client, knowledge, key, inputs, noise)
-        return distance / _squares(observations[-1])
+        return distance / squared_lengths(observations[-1])
 
     def match(
         self,
@@ -169,19 +169,19 @@ class Recursive(Checked):
     ) -> Tensor:
         """Return `Reconstruction.match`: first the distance of `evaluate`, which has no priors."""
         match = self._inversion().match(observations, self._solved(simulated_client), knowledge, key, inputs, noise)
-        return torch.cat([match[:, :1] / _squares(observations[-1]).unsqueeze(1), match[:, 1:]], 1)
+        return torch.cat([match[:, :1] / squared_lengths(observations[-1]).unsqueeze(1), match[:, 1:]], 1)
 
     def _inversion(self) -> Inversion:
         return Inversion(self.name, objective="l2", labels=self.labels)
 
 
-def _squares(seen: Observation) -> Tensor:
+def squared_lengths(seen: Observation) -> Tensor:
     """Return the squared length [V] of the observed updates."""
     sizes = [value.flatten(1).square().sum(1) for value in seen.update.values()]
     return torch.stack(sizes).sum(0).clamp_min(torch.finfo(sizes[0].dtype).tiny)
 
 
-def _update_problems(simulated_client: Client, examples: int) -> Iterator[Problem]:
+def update_problems(simulated_client: Client, examples: int) -> Iterator[Problem]:
     """Refuse updates that are not the gradient of one image."""
     remedy = "choose another attack, such as ig"
     if examples > 1:
