@@ -1,35 +1,39 @@
 """Bytes of encoded updates beside the information bound, the time that takes, and what a round of training sends.
 
     python benchmarks/wire_size.py [--rounds 5] [--output FILE]
+    python benchmarks/wire_size.py --traffic benchmarks/results/round-bytes.csv
 
 The bound of k values of b bits at random places among P is P H(k/P) + k b bits. Sizes and times are of normal values
-at random places in each tensor of a network; milliseconds are a processor's, of one thread. Rounds are of ten users,
-whose updates are independent normal numbers, or the gradients of eight real images in the second round: everything
-dense; each user's largest fifth of each layer (top-k); and the largest fifth within the 40% that are largest for one
-user, who broadcasts where they are (ADGP). Their unit is that of the preprint's Table 3, whose dense rows are 8 bytes a
-parameter: 2^20 bytes, up and down.
+at random places in each tensor of a network; milliseconds are a processor's, of one thread. `--traffic` counts rounds
+of ten users, whose updates are independent normal numbers, or the gradients of eight real images in the second round:
+everything dense; each user's largest fifth of each layer (`topk(0.2)`); and `adgp`, whose mask of two fifths one user
+broadcasts, each user without its own top 5%. The unit is that of the preprint's Table 3, whose dense rows are 8 bytes
+a parameter: 2^20 bytes, up and down.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import math
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradveil.core.tree import Tensors, tmap
+from gradveil.core.tree import Tensors, select, tmap
+from gradveil.core.types import Batch, Context
 from gradveil.data import load
-from gradveil.defences.pruning import smallest_mask
+from gradveil.defences import Pruning, parse
 from gradveil.nn.models import build
 from gradveil.wire.codec import Layout, decode, encode, inspect
 
@@ -43,6 +47,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 USERS, IMAGES, LR = 10, 8, 0.1
 MIB = 2**20
+NO_CONTEXT = Context({}, Batch(torch.zeros(1), torch.zeros(1)))
+PRINTED = {
+    "dense": (0.1207, 85.2506, 71.8385),
+    "top-k": (0.0493, 43.7979, 34.9625),
+    "ADGP": (0.0424, 27.3067, 22.9697),
+}
+"""Table 3 of the preprint, for LeNet, ResNet-18 and VGG-13, in units of 2^20 bytes."""
 
 
 def network(name: str) -> nn.Module:
@@ -106,12 +117,6 @@ def gradients(model: nn.Module) -> list[Tensors]:
     return users
 
 
-def largest(value: Tensor, share: float) -> Tensor:
-    """Mark the share of largest magnitude, at least one entry."""
-    flat = value.abs().flatten()
-    return ~smallest_mask(flat, flat.numel() - max(1, int(share * flat.numel()))).reshape(value.shape)
-
-
 def second_round(model: nn.Module) -> list[Tensors]:
     """Compute gradients after one step: norms that start at zero keep many of a fresh ResNet's at zero."""
     raw = gradients(model)
@@ -127,38 +132,76 @@ def independent(model: nn.Module) -> list[Tensors]:
     return [{n: torch.randn(p.shape, generator=generator) for n, p in model.named_parameters()} for _ in range(USERS)]
 
 
-def traffic(raw: list[Tensors]) -> dict[str, Any]:
-    """Count what one user sends and receives in a round, in units of 2^20 bytes."""
-    mask = tmap(lambda v: largest(v, 0.4), raw[0])
-    within = [{n: v * mask[n] for n, v in update.items()} for update in raw]
-    sent = {
-        "dense": (raw, None),
-        "top-k": ([tmap(lambda v: v * largest(v, 0.2), update) for update in raw], None),
-        "ADGP": ([tmap(lambda v: v * largest(v, 0.2), update) for update in within], mask),
+def pruned(transform: Pruning, update: Tensors, messages: Tensors) -> Tensors:
+    """Apply a defence of the library to one user's update, without error feedback."""
+    return transform.apply(update, {}, {}, replace(NO_CONTEXT, messages=messages))[0]
+
+
+def traffic(raw: list[Tensors], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Count what one user sends and receives in a round, in units of 2^20 bytes, and the share of entries in the mean.
+
+    Values and places are told apart where bytes are not deflated. The mask is what one user of ADGP broadcasts.
+    """
+    aligned = parse("adgp(feedback=false)").send.stages[0][1]
+    spoken = aligned.proposal(raw[0], {}, {}, NO_CONTEXT)
+    public = aligned.announce({name: mask[None] for name, mask in spoken.items()}, {}, 0)
+    mask = select(public, "mask")
+    ways: dict[str, tuple[Pruning | None, Tensors | None]] = {
+        "dense": (None, None),
+        "top-k": (parse("topk(0.2)").send.stages[0][1], None),
+        "ADGP": (aligned, mask),
     }
     found: dict[str, Any] = {}
-    for method, (updates, shared) in sent.items():
-        average = {n: torch.stack([update[n] for update in updates]).mean(0) for n in raw[0]}
-        row: dict[str, float] = {}
-        for kind, options in (("float32", {}), ("deflated", {"deflate": True})):
-            up = mean(len(encode(update, mask=shared, **options)) for update in updates) / MIB
-            down = len(encode(average, mask=shared, **options)) / MIB
-            halved = tmap(Tensor.half, mask)
-            places = inspect(encode(halved), Layout.of(halved)).entries if shared else ()
-            broadcast = sum(entry.position_bytes for entry in places) / MIB
-            parts = {"up": up, "down": down, "mask": broadcast, "together": up + down + broadcast}
-            row |= {f"{kind} {part}": float(f"{value:.4g}") for part, value in parts.items()}
-        found[method] = row
+    for method, (transform, shared) in ways.items():
+        average, ups, kept = tmap(torch.zeros_like, raw[0]), 0, 0
+        for update in raw:
+            sent = update if transform is None else pruned(transform, update, public)
+            ups += len(encode(sent, mask=shared, **options))
+            kept += sum(int(value.count_nonzero()) for value in sent.values())
+            average = tmap(lambda total, value: total + value / USERS, average, sent)
+        entries = sum(value.numel() for value in average.values())
+        union = sum(int(value.count_nonzero()) for value in average.values())
+        up, down = ups / USERS, len(encode(average, mask=shared, **options))
+        halved = tmap(Tensor.half, mask)
+        places = inspect(encode(halved), Layout.of(halved)).entries if shared else ()
+        broadcast = sum(entry.position_bytes for entry in places)
+        parts = {"up": up, "down": down, "mask": broadcast, "together": up + down + broadcast}
+        if not options.get("deflate"):
+            parts |= {"up values": 4 * kept / USERS, "down values": 4 * union}
+            parts |= {"up places": up - parts["up values"], "down places": down - parts["down values"]}
+        row = {name: float(f"{value / MIB:.4g}") for name, value in parts.items()}
+        found[method] = row | {"union": float(f"{union / entries:.4g}")}
     return found
+
+
+def rounds_of(name: str) -> Iterator[dict[str, Any]]:
+    """Count a round of a network, a line for each kind of updates, values and method."""
+    model = network(name)
+    for updates, raw in (("independent", independent(model)), ("gradients", second_round(model))):
+        for values in ("float32", "float32 deflated"):
+            for method, row in traffic(raw, KINDS[values]).items():
+                printed = PRINTED[method][MODELS.index(name)]
+                yield {"model": name, "updates": updates, "values": values, "method": method, **row, "printed": printed}
 
 
 def main() -> None:
     """Measure, print tables, write the numbers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, help="JSON file of sizes and times")
+    parser.add_argument("--traffic", type=Path, help="count rounds of training only, into this CSV file")
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.traffic:
+        lines = [line for name in given.models for line in rounds_of(name)]
+        with given.traffic.open("w", newline="") as file:
+            names = [*dict.fromkeys(key for line in lines for key in line if key != "printed"), "printed"]
+            writer = csv.DictWriter(file, names, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(lines)
+        print(given.traffic.read_text())
+        return
     facts: dict[str, Any] = {
         "date": str(date.today()),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
@@ -167,20 +210,15 @@ def main() -> None:
         "rounds": given.rounds,
         "models": {},
     }
-    for name in MODELS:
+    for name in given.models:
         table = sizes(name, given.rounds)
-        model = network(name)
-        rounds = {"independent": traffic(independent(model)), "gradients": traffic(second_round(model))}
-        facts["models"][name] = {"sizes": table, "rounds_in_2^20_bytes": rounds}
+        facts["models"][name] = {"sizes": table}
         print(f"\n{name}\n| density | kind | bytes | of bound | of dense | encode ms | decode ms |")
         print("|---" * 7 + "|")
         for density, kinds in table.items():
             for kind, row in kinds.items():
                 rest = " | ".join(str(row[key]) for key in ("bytes", "of_bound", "of_dense", "encode_ms", "decode_ms"))
                 print(f"| {density} | {kind} | {rest} |", flush=True)
-        for updates, methods in rounds.items():
-            for method, row in methods.items():
-                print(f"{updates}, {method}: {row}", flush=True)
     if given.output:
         given.output.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 

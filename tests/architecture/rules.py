@@ -22,7 +22,8 @@ LAYERS = (
     {"defences", "attacks", "data"},
     {"federated"},
     {"audit", "integrations"},
-    {"tune", "report", "papers"},
+    {"tune", "report"},
+    {"papers"},
     {""},  # the package itself, which offers what the layers below it do
     {"cli"},
     {"__main__"},

@@ -35,6 +35,8 @@ class ComparedCell:
     adaptive: float | None = None
     """What the strongest attack that knows the defence reaches; None until it is recorded."""
     record: Record | None = None
+    rate: bool = False
+    """Whether it is a rate of images, and no mean."""
 
     @property
     def count(self) -> int:
@@ -113,6 +115,7 @@ def _measured(study: Study, cell: Cell, measured: Measured) -> ComparedCell:
         None if floor is None else scale * floor,
         max((scale * value for value in _adaptive(metric, wanted, measured)), default=None),
         record,
+        wanted.metric == "recovered",
     )
     if wanted.attack and len(values) < LEAST:
         return replace(known, status=NOT_RUN, reason=f"fewer than {LEAST} images are not compared")

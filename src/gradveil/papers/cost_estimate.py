@@ -23,7 +23,7 @@ from gradveil.papers.comparison import Measured
 from gradveil.papers.table_run import RowRun
 from gradveil.runs.pool import cores
 
-START = 3.0
+START = 1.0
 """Seconds to read the data and to build the network."""
 TESTED = 10_000
 """Images on which a training is tested after each round, at most."""

@@ -239,11 +239,16 @@ class Study:
         """List the numbers of a table: the printed ones, then those that a figure only draws."""
         printed = [cell for cell in self.cells if cell.table == table]
         drawn = [
-            Cell(table, row, column, setting, metric, "", None, "", "drawn, not printed")
+            Cell(table, row, column, setting, metric, "", None, self._unit(metric), "drawn, not printed")
             for part in self.tables[table].parts
             for setting, row, column, metric in product(part.settings, part.rows, part.columns, part.drawn)
         ]
         return [*printed, *drawn]
+
+    def _unit(self, metric: str) -> str:
+        """Return the unit of values that are only drawn."""
+        shares = ("recovered", "accuracy")
+        return "%" if metric in self.content.metrics and self.content.metrics[metric].ours in shares else ""
 
     def measurement(self, cell: Cell) -> Measurement | None:
         """Return how a cell is measured; None if it is not."""

@@ -72,7 +72,15 @@ def blocks(table: ComparedTable) -> list[TableBlock]:
 
 
 def _plain(value: float | None) -> str:
-    return DASH if value is None else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return (
+        DASH
+        if value is None
+        else f"{value:.2g}"
+        if abs(value) < 1
+        else f"{value:.3g}"
+        if abs(value) < 100
+        else f"{value:.0f}"
+    )
 
 
 def printed_text(compared: ComparedCell) -> str:
@@ -81,13 +89,15 @@ def printed_text(compared: ComparedCell) -> str:
     return (cell.printed or DASH) + ("" if cell.spread is None else f" ± {cell.spread:g}")
 
 
-def our_text(compared: ComparedCell, interval: bool = True) -> str:
-    """Write our number with its interval and the mark of its status."""
-    if compared.ours is None:
+def our_text(compared: ComparedCell) -> str:
+    """Write our number with its interval or spread, and the mark of its status."""
+    if compared.ours is None or compared.low is None or compared.high is None:
         return DASH
-    known = interval and compared.low is not None and compared.high is not None and compared.low < compared.high
-    ends = f" ({_plain(compared.low)} to {_plain(compared.high)})" if known else ""
-    return f"{_plain(compared.ours)}{ends}{MARKS[compared.status] and ' ' + MARKS[compared.status]}"
+    ends = (
+        f" ({compared.low:.0f}–{compared.high:.0f})" if compared.rate else f" ± {_plain(compared.high - compared.ours)}"
+    )
+    shown = ends if compared.low < compared.high else ""
+    return f"{_plain(compared.ours)}{shown}{MARKS[compared.status] and ' ' + MARKS[compared.status]}"
 
 
 def heading(column: tuple[str, str], sep: str = " ") -> str:
@@ -95,7 +105,7 @@ def heading(column: tuple[str, str], sep: str = " ") -> str:
     return sep.join(part for part in column if part)
 
 
-LEGEND = "= agrees, ≠ differs. In brackets: 95% interval of a rate, one standard deviation of a mean."
+LEGEND = "= agrees, ≠ differs. In brackets: 95% interval of a rate. After ±: one standard deviation."
 MEANING = {
     "floor": "what the best guess reaches without the update",
     "adaptive": "the strongest attack that knows the defence",

@@ -10,25 +10,23 @@ from gradveil.nn.initial_weights import draw_normal
 from gradveil.nn.models.parts import Network, activation_layer, sequence
 from gradveil.nn.normalisation import LayerNorm
 
-POSITION_STD = 0.02
-"""Standard deviation of the initial class token and position embedding."""
-
 
 class Tokens(nn.Module):
     """[B, C, H, W] -> [B, 1 + patches, width]: patches behind a class token, plus position embedding."""
 
-    def __init__(self, channels: int, size: int, patch: int, width: int) -> None:
+    def __init__(self, channels: int, size: int, patch: int, width: int, position_std: float) -> None:
         """Cut square images of side `size` into patches of side `patch`."""
         super().__init__()
         self.patch = patch
+        self.position_std = position_std
         self.embed = nn.Linear(channels * patch * patch, width, bias=False)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
         self.position = nn.Parameter(torch.zeros(1, 1 + (size // patch) ** 2, width))
 
     def initialise(self, generator: Generator) -> None:
-        """Draw the class token and the position embedding from N(0, 0.02^2)."""
-        draw_normal(self.token, POSITION_STD, generator)
-        draw_normal(self.position, POSITION_STD, generator)
+        """Draw the class token and the position embedding from N(0, position_std^2)."""
+        draw_normal(self.token, self.position_std, generator)
+        draw_normal(self.position, self.position_std, generator)
 
     def forward(self, x: Tensor) -> Tensor:
         """Embed the patches."""
@@ -91,12 +89,14 @@ def vit(
     blocks: int = 4,
     heads: int = 16,
     mlp: int = 256,
+    position_std: float = 1.0,
 ) -> Network:
     """Vision transformer, bias-free but for its LayerNorms (explicit ones; there is no choice of norm).
 
     The study gives patch 4, width 256, 4 blocks, 16 heads, MLP width 256, GELU and 1,609,216 parameters. A class token,
     a position embedding for it and the 64 patches, a last LayerNorm and a bias-free head give exactly that count.
-    Class token and positions start from N(0, 0.02^2), the rest from PyTorch's law.
+    Class token and positions start from N(0, position_std^2), the rest from PyTorch's law. The study's text gives no
+    initial weights; its authors' earlier programs use a standard deviation of 1, other transformers 0.02.
     """
     if patch < 1 or size % patch:
         raise fail("patch", f"patches of {patch} do not tile {size}x{size} images", "choose a divisor of the size")
@@ -116,7 +116,9 @@ def vit(
         )
         for i in range(blocks)
     }
-    body = sequence(tokens=Tokens(channels, size, patch, width), **named, norm=LayerNorm(width), first=ClassToken())
+    body = sequence(
+        tokens=Tokens(channels, size, patch, width, position_std), **named, norm=LayerNorm(width), first=ClassToken()
+    )
     return Network(
         body,
         nn.Linear(width, classes, bias=False),
