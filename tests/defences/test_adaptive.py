@@ -92,7 +92,7 @@ def test_composition_with_an_object_has_the_attacks_of_its_known_parts():
 def test_dgp_has_attacks_with_and_without_the_order():
     """On the support that shows: angles, layer by layer, squares; and free or bound."""
     for name in ("dgp", "adgp"):
-        aimed = [make_attack(text) for text in aimed_at(name) if text.startswith("cdia")]
+        aimed = [make_attack(text) for text in aimed_at(name) if text.startswith(("cdia", "portfolio"))]
         assert {(attack.objective, "send.*border.*" in attack.knowledge) for attack in aimed} == {
             ("cosine", False), ("cosine", True), ("layerwise-cosine", False), ("l2", True),
         }  # fmt: skip
@@ -108,7 +108,7 @@ def test_composition_has_the_attacks_of_its_parts():
 def test_adaptive_expands_per_defence():
     run = config(attacks=["ig-scheliga", "adaptive"], defences=["none", "dgp", "dropout"])
     met = pairs(run)
-    assert [text for text, defence in met if defence == "none"] == ["ig-scheliga"]
+    assert [text for text, defence in met if defence == "none"] == ["ig-scheliga", "portfolio"]
     assert {text for text, defence in met if defence == "dropout"} == {
         "ig-scheliga",
         "portfolio",
