@@ -37,7 +37,7 @@ USED = {
     "learned": [4],
     "analytic": [4],
     "ig(rounds=first)": [0],
-    "cdia(rounds=all)": [*range(5)],
+    "portfolio": [*range(5)],
 }
 """The rounds that attacks used, as the trials' records have them."""
 
@@ -49,8 +49,8 @@ USED = {
         (["ig(rounds=first)"], "It watches 5 rounds, and every attack uses the first one."),
         (["ig", "learned", "analytic"], "It watches 5 rounds, and every attack uses the last one."),
         (
-            ["ig", "cdia(rounds=all)", "dia", "ig(rounds=first)"],
-            "It watches 5 rounds, used as follows: the last one by ig and dia; all of them by cdia; "
+            ["ig", "portfolio", "dia", "ig(rounds=first)"],
+            "It watches 5 rounds, used as follows: the last one by ig and dia; all of them by portfolio; "
             "the first one by ig(rounds=first).",
         ),
         (["ig", "my own attack"], "It watches 5 rounds, used as follows: the last one by ig."),
@@ -65,7 +65,7 @@ def test_the_rounds_that_were_watched_and_used(attacks: list[str], said: str) ->
 def test_watching_rounds_is_not_using_them() -> None:
     assert "several rounds (rounds)" in scope([row("ig")], {})
     assert "more than one of the rounds watched" in scope([row("ig", round=4, rounds_used=[4])], {})
-    assert "rounds" not in scope([row("cdia(rounds=all)", round=4, rounds_used=[*range(5)])], {})
+    assert "rounds" not in scope([row("portfolio", round=4, rounds_used=[*range(5)])], {})
 
 
 @pytest.mark.parametrize(

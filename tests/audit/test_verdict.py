@@ -276,7 +276,7 @@ def test_an_attack_that_fails_without_a_defence_proves_nothing() -> None:
 @pytest.mark.parametrize(
     ("used", "reason"),
     [
-        ([15], "the other 15 rounds were not used: --attack 'cdia(rounds=all)' or averaging"),
+        ([15], "the other 15 rounds were not used: --attack 'portfolio' or averaging"),
         (None, "nothing says which of the 16 rounds it used"),
         (range(16), ""),
     ],

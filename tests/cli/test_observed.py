@@ -108,9 +108,9 @@ def test_adaptive_infers_labels_and_skips_attacks_that_need_images(
     assert run([*words, "--defence", "none", "--defence", "gaussian(1e-3)"]) == 0
     trials_shown = {(row["defence"], row["attack"]): row for row in json.loads(capsys.readouterr().out)["trials"]}
     assert trials_shown["gaussian(1e-3)", "learned"]["statuses"] == {"does not apply": 1}
-    assert trials_shown["gaussian(1e-3)", "cdia(rounds=all)"]["failed"] is None
-    assert trials_shown["none", "ig-scheliga"]["failed"] is None
-    (trial,) = (seen / "runs/observed/trials").glob("*--none--ig-scheliga--*/trial.json")
+    assert trials_shown["gaussian(1e-3)", "portfolio"]["failed"] is None
+    assert trials_shown["none", "portfolio"]["failed"] is None
+    (trial,) = (seen / "runs/observed/trials").glob("*--none--portfolio--*/trial.json")
     assert json.loads(trial.read_text())["knowledge"]["targets"] == "infer"
     assert run([*words, "--defence", "none", "--attack", "ig", "--fresh"]) == 2
     assert "labels=restore" in capsys.readouterr().err

@@ -80,19 +80,19 @@ def test_entry_with_unknown_attacks_raises():
 def test_custom_entry_has_adaptive_attacks(monkeypatch, adaptive):
     """Attackers who ignore it, or who are told its secrets, are not enough."""
     monkeypatch.setitem(DEFENCES, "mine", entry("mine", adaptive))
-    assert aimed_at("mine") == [*adaptive, "cdia(rounds=all)", "learned"]
-    assert ("cdia(rounds=all)", "mine") in pairs(config(attacks=["adaptive"], defences=["none", "mine"]))
+    assert aimed_at("mine") == [*adaptive, "portfolio", "learned"]
+    assert ("portfolio", "mine") in pairs(config(attacks=["adaptive"], defences=["none", "mine"]))
 
 
 def test_composition_with_an_object_has_the_attacks_of_its_known_parts():
     assert set(aimed_at("dropout + my own + prune(0.5)")) == {*aimed_at("dropout"), *aimed_at("prune(0.5)")}
-    assert {*aimed_at('ats(policy="3-1-7+43-18-18") + my own')} == {*aimed_at("ats"), "cdia(rounds=all)", "learned"}
+    assert {*aimed_at('ats(policy="3-1-7+43-18-18") + my own')} == {*aimed_at("ats"), "portfolio", "learned"}
 
 
 def test_dgp_has_attacks_with_and_without_the_order():
     """On the support that shows: angles, layer by layer, squares; and free or bound."""
     for name in ("dgp", "adgp"):
-        aimed = [make_attack(text) for text in aimed_at(name) if text.startswith("cdia")]
+        aimed = [make_attack(text) for text in aimed_at(name) if text.startswith(("cdia", "portfolio"))]
         assert {(attack.objective, "send.*border.*" in attack.knowledge) for attack in aimed} == {
             ("cosine", False), ("cosine", True), ("layerwise-cosine", False), ("l2", True),
         }  # fmt: skip
@@ -102,16 +102,16 @@ def test_composition_has_the_attacks_of_its_parts():
     together = aimed_at("dp(sigma=1) + cvb")
     assert set(together) == {*aimed_at("dp"), *aimed_at("cvb")}
     assert len(together) == len(set(together))
-    assert aimed_at("an object's own name") == ["cdia(rounds=all)", "learned"]
+    assert aimed_at("an object's own name") == ["portfolio", "learned"]
 
 
 def test_adaptive_expands_per_defence():
     run = config(attacks=["ig-scheliga", "adaptive"], defences=["none", "dgp", "dropout"])
     met = pairs(run)
-    assert [text for text, defence in met if defence == "none"] == ["ig-scheliga"]
+    assert [text for text, defence in met if defence == "none"] == ["ig-scheliga", "portfolio"]
     assert {text for text, defence in met if defence == "dropout"} == {
         "ig-scheliga",
-        "cdia(rounds=all)",
+        "portfolio",
         "learned",
         "dia",
     }
@@ -122,7 +122,7 @@ def test_adaptive_expands_per_defence():
 def test_adaptive_does_not_repeat_a_named_attack():
     assert list(attacks_against(["dia", " Adaptive "], "dropout")) == [
         "dia",
-        "cdia(rounds=all)",
+        "portfolio",
         "learned",
     ]
 
@@ -136,7 +136,7 @@ def test_an_attack_on_one_defence_is_run_on_that_defence_only():
 
 def test_adaptive_without_public_data_has_no_learned_attack():
     assert "learned" not in attacks_against(["adaptive"], "dp", public=False)
-    assert list(attacks_against(["adaptive"], "dp", public=False)) == ["cdia(rounds=all)"]
+    assert list(attacks_against(["adaptive"], "dp", public=False)) == ["portfolio"]
 
 
 def test_adaptive_with_settings_raises():
@@ -167,5 +167,5 @@ def test_adaptive_expands_in_python():
     batch = torch.rand(2, 1, 14, 14, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2])
     result = gradveil.audit(model, batch, defences=["none", "prune(0.5)"], attacks=["ig", "adaptive"], iterations=2)
     tried = {(trial.info["attack"], trial.info["defence"]) for trial in result.trials}
-    assert ("cdia(rounds=all)", "prune(0.5)") in tried
+    assert ("portfolio", "prune(0.5)") in tried
     assert ("ig", "none") in tried

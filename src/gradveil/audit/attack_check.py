@@ -301,7 +301,7 @@ def unused_rounds(row: Row) -> str:
     if not (left := watched - len(used)):
         return ""
     others = f"the other {plural(left, 'round')} {'was' if left == 1 else 'were'} not used"
-    return f"{others}: --attack 'cdia(rounds=all)' or averaging"
+    return f"{others}: --attack 'portfolio' or averaging"
 
 
 def guesses(row: Row) -> bool:

@@ -139,7 +139,7 @@ They apply to some models only. Where one does not, the others of `adaptive` att
 
 WORDS = ADAPTIVE, MALICIOUS = "adaptive", "malicious"
 """The words of a run file for all attackers that aim at each defence: servers that are curious, or malicious."""
-_ANY_DEFENCE = ("cdia(rounds=all)", "learned")
+_ANY_DEFENCE = ("portfolio", "learned")
 """Against a defence that is in no table (an object from Python), or of which the table names nobody who knows it: infer
 and optimise whatever can be, and train a network on what public images become."""
 
@@ -148,7 +148,7 @@ def aimed_at(defence: str) -> list[str]:
     """List the attackers that aim at a defence, as texts.
 
     >>> aimed_at("dropout"), aimed_at("dropout + what an object is called")
-    (['cdia(rounds=all)', 'learned', 'dia'], ['cdia(rounds=all)', 'learned', 'dia'])
+    (['portfolio', 'learned', 'dia'], ['portfolio', 'learned', 'dia'])
     """
     try:
         parts = entries(defence)

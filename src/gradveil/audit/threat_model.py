@@ -78,7 +78,7 @@ def _rounds_untried(rows: Sequence[Row]) -> list[tuple[str, str]]:
         return [("several rounds", "rounds")]
     if any(len(row.rounds_used or ()) > 1 for row in rows):
         return []
-    return [("more than one of the rounds watched", "attack 'cdia(rounds=all)' or averaging")]
+    return [("more than one of the rounds watched", "attack 'portfolio' or averaging")]
 
 
 def _trained(rows: Sequence[Row]) -> Iterator[str]:

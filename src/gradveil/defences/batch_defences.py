@@ -201,7 +201,7 @@ def _partners(count: int, batch: Batch) -> Noise:
     return Noise((count, examples), Schedule(examples), neutral=order, dtype=torch.int64, discrete=True)
 
 
-SEARCHING = ("cdia(rounds=all, restarts=4, lr=0.1)", "learned")
+SEARCHING = ("portfolio(restarts=4)", "learned")
 """Coefficients, signs and choices are optimised with the images; each restart guesses the rest again.
 
 All of them lie between -1 and 1, where the step of 1 that suits images would jump from end to end."""

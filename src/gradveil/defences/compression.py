@@ -364,7 +364,7 @@ COMPRESSING = (
         changes=("send",),
         cost="a random number an entry; 7% of the bytes",
         citation="Alistarh et al. 2017, QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
-        adaptive=(*KNOWING, "cdia(rounds=all, rounding=interval)"),
+        adaptive=(*KNOWING, "portfolio(rounding=interval)"),
     ),
     DefenceEntry(
         name="minmax",

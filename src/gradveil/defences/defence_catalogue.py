@@ -31,7 +31,7 @@ _UNDEFENDED = DefenceEntry(
     changes=(),
     cost="nothing; all bytes",
     citation="McMahan et al. 2017, Communication-Efficient Learning of Deep Networks from Decentralized Data",
-    adaptive=("ig-scheliga",),
+    adaptive=("portfolio",),
     identity={},
 )
 _ENTRIES = (_UNDEFENDED, *CLIPS, *NOISES, *PRIVATE, *PRUNING, *ALIGNED, *COMPRESSING, *STANDIN, *INFORMED, *HIDING)

@@ -16,11 +16,11 @@ from gradveil.defences.error_feedback import Feedback
 Slot = Literal["model", "batch", "step", "send"]
 """The places where a client can be defended."""
 
-KNOWING = ("cdia(rounds=all)", "learned")
+KNOWING = ("portfolio", "learned")
 """What is random is inferred, optimised or, where its mean is zero, averaged out over the rounds; or all is learned."""
-PRUNED = ("cdia(rounds=all)", 'cdia(rounds=all, objective="layerwise-cosine")', "learned")
+PRUNED = ("portfolio", 'portfolio(objective="layerwise-cosine")', "learned")
 """The zeros show the masks; the residual of error feedback follows from the rounds. Two ways to compare the rest."""
-ORDERED = (*PRUNED, "cdia(rounds=all, pruned=ordered)")
+ORDERED = (*PRUNED, "portfolio(pruned=ordered)")
 """Besides, the smallest and the largest that was sent bound what was not."""
 DUAL = (*ORDERED, "cdia(objective=l2, pruned=ordered, rounds=all)")
 """Where the largest are cut too, angles say little of the rest: a third way to compare, with the bounds."""
@@ -71,7 +71,7 @@ class DefenceEntry(NamedEntry):
         object.__setattr__(self, "guarantee", self.guarantee or getattr(self.factory, "guarantee", Transform.guarantee))
         if not self.adaptive:
             what = "names no attacker that aims at it"
-            raise fail(f"{self.name}.adaptive", what, 'name at least one, such as "cdia(rounds=all)" and "learned"')
+            raise fail(f"{self.name}.adaptive", what, 'name at least one, such as "portfolio" and "learned"')
 
     def __call__(self, **values: Any) -> Defence:
         """Build the defence; every unknown, missing or impossible argument is refused at once."""

@@ -445,7 +445,7 @@ INFORMED = (
         cost="10 forward-mode passes: 16 to 31 gradients, with cheaper settings 2 to 4, of public images 15 a batch; "
         "all bytes",
         citation="Chen, Gürsoy, Lei 2024, Optimal Defenses Against Gradient Reconstruction Attacks",
-        adaptive=(*KNOWING, "cdia(rounds=all, whiten=true)"),
+        adaptive=(*KNOWING, "portfolio(whiten=true)"),
         identity={"std": 0.0},
     ),
     DefenceEntry(
