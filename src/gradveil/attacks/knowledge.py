@@ -37,6 +37,7 @@ class Optimise:
     def prior(self, law: Law, value: Tensor) -> Tensor:
         """Return the unweighted prior [N] of values [N, ...].
 
+        >>> import torch
         >>> from gradveil.core.noise import Normal
         >>> Optimise(std=1.0).prior(Normal(), torch.tensor([[1.0, -1.0], [3.0, 3.0]]))
         tensor([ 0., 10.])
