@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
+from gradveil.core.errors import GradveilError
 from gradveil.core.formatting import duration
 from gradveil.papers import find_study, row_runs, studies
 from gradveil.runs.pool import cores
@@ -41,7 +42,12 @@ def quick_tables(key: str, runs: Path, end: float) -> int:
         if entry.reason:
             continue
         start, expected, notes = time.time(), len(row_runs(study, entry.name, "quick")), list[str]()
-        records = study.run(entry.name, "quick", runs=runs, seconds=max(end - start, 0.0), tell=notes.append)
+        try:
+            records = study.run(entry.name, "quick", runs=runs, seconds=max(end - start, 0.0), tell=notes.append)
+        except GradveilError as error:  # a row that is refused: name it, and go on with the next table
+            bad += 1
+            print(f"FAILED {key} {entry.name}: {notes[-1]}\n       {error}", flush=True)
+            continue
         failed = [record for record in records if record.status != "complete"]
         data = "bundled images" if any(note.startswith("NO DATA") for note in notes) else "its data"
         state = "FAILED" if failed else "LEFT" if len(records) < expected else "ok"
