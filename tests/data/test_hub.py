@@ -26,8 +26,8 @@ def test_pixels_labels_and_published_constants(home: Path) -> None:
 
 
 def test_images_of_one_client_are_random_training_images_and_private(home: Path) -> None:
-    pictures = images(40, seed=5)
-    write(home / "cifar10/train.parquet", pictures, [i % 3 for i in range(40)], names=NAMES)
+    pictures = images(600, seed=5)  # more than are read at once
+    write(home / "cifar10/train.parquet", pictures, [i % 3 for i in range(600)], names=NAMES)
     training = {encode(picture): i for i, picture in enumerate(pictures)}
 
     def places(part: Dataset) -> list[int]:
@@ -37,8 +37,8 @@ def test_images_of_one_client_are_random_training_images_and_private(home: Path)
     public, private = load("cifar10", data_dir=home, size=None, client_seed=3)
     own = places(private)
     assert own != sorted(own)
-    assert sorted([*own, *places(public)]) == [*range(40)]
-    assert len(own) == 4
+    assert sorted([*own, *places(public)]) == [*range(600)]
+    assert len(own) == 60
     again = load("cifar10", data_dir=home, size=None, client_seed=3, limit_private=2)
     assert places(again.private) == own[:2]
     assert places(load("cifar10", data_dir=home, size=None, client_seed=4).private) != own

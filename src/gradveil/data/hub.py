@@ -174,7 +174,12 @@ def _parquet_rows(files: list[Path], image: str | None, label: str | None) -> So
         return values(tables, _present(name, schema.names, where))
 
     def read(indices: Sequence[int]) -> Images:
-        wanted, start = iter(indices), 0
+        ascending = sorted(set(indices))
+        if list(indices) != ascending:  # the files are read from their start to their end
+            found = dict(zip(ascending, read(ascending), strict=True))
+            yield from (found[index] for index in indices)
+            return
+        wanted, start = iter(ascending), 0
         following = next(wanted, None)
         for table in tables:
             if following is None or following >= start + table.metadata.num_rows:
