@@ -78,7 +78,7 @@ class Setting:
     activation: str = "relu"
 
 
-def settings(what: str, iterations: int) -> Iterator[Setting]:
+def settings(what: str, iterations: int, defences: tuple[str, ...]) -> Iterator[Setting]:
     """List the settings of a part of the benchmark."""
     epochs = Local(batch=8, lr=0.05, epochs=2)
     if what == "batches":
@@ -96,7 +96,7 @@ def settings(what: str, iterations: int) -> Iterator[Setting]:
                 for batch in (8, 32):
                     yield Setting(batch, normalised, noise=noise)
     elif what == "defences":
-        for defence in DEFENCES:
+        for defence in defences:
             for batch in (8, 32):
                 yield Setting(batch, defence=defence)
     else:
@@ -165,10 +165,10 @@ def measured(setting: Setting, splits: Any) -> dict[str, Any]:
     }
 
 
-def rows(what: str, folder: Path, iterations: int) -> Iterator[dict[str, Any]]:
+def rows(what: str, folder: Path, iterations: int, defences: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """Yield a row per setting; what does not apply to this model says why."""
     splits = load("cifar10", data_dir=folder, limit_public=PUBLIC, limit_private=IMAGES)
-    for setting in settings(what, iterations):
+    for setting in settings(what, iterations, defences):
         local = "" if setting.local is None else f"{setting.local.epochs} epochs of {setting.local.batch}"
         facts = {
             "attack": setting.attack,
@@ -198,17 +198,19 @@ def main() -> None:
     parser.add_argument("what", choices=("batches", "noise", "defences", "searches"))
     parser.add_argument("--data-dir", type=Path, default=DATA_DIR)
     parser.add_argument("--iterations", type=int, default=500, help="Iterations of a search.")
+    parser.add_argument("--defence", action="append", help="A defence, in the place of all.")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--machine", default=f"{platform.machine()}, torch {torch.__version__}")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    told = shlex.join(["python", "benchmarks/unmixed_batches.py", given.what])
+    chosen = [word for defence in given.defence or () for word in ("--defence", defence)]
+    told = shlex.join(["python", "benchmarks/unmixed_batches.py", given.what, *chosen])
     if given.what == "searches":
         told += f" --iterations {given.iterations}"
     facts = {"date": datetime.now(UTC).date().isoformat(), "machine": given.machine, "command": told}
     out = given.output.open("w", newline="") if given.output else sys.stdout
     writer: csv.DictWriter[str] | None = None
-    for row in rows(given.what, given.data_dir, given.iterations):
+    for row in rows(given.what, given.data_dir, given.iterations, tuple(given.defence or DEFENCES)):
         if writer is None:
             writer = csv.DictWriter(out, [*row, *facts])
             writer.writeheader()

@@ -73,9 +73,9 @@ def test_defences_stand_side_by_side(
     assert max(map(len, text.splitlines())) <= width
     assert re.match(r"defences +changes +costs a client +guarantee +adaptive attackers", text)
     assert re.search(r"^dp +each gradient +2 gradients; all bytes +yes +portfolio, learned", text, re.MULTILINE)
-    assert re.search(r"^dgp +the update +a few passes .* no +cdia ×4, learned", text, re.MULTILINE)
+    assert re.search(r"^dgp +the update +a few passes .* no +portfolio ×3", text, re.MULTILINE)
     assert re.search(r"^clip +the update .* no +portfolio, learned", text, re.MULTILINE)
-    assert re.search(r"^gaussian .* after a clip +cdia", text, re.MULTILINE)
+    assert re.search(r"^gaussian .* after a clip +portfolio", text, re.MULTILINE)
     flowing = " ".join(text.split())
     for name, entry in DEFENCES.items():
         assert re.search(rf"^{name} .*{re.escape(entry.cost.split()[0])}", text, re.MULTILINE)
