@@ -130,7 +130,7 @@ class PaperStudy(Study):
             measured = [] if fresh else each.finished(runs)
             if not measured:
                 past = time.monotonic() - begun
-                if seconds is not None and past > 0 and past + min(modelled(each), seconds - 5) > seconds:
+                if seconds is not None and past > 0 and past + min(modelled(each), max(seconds - 5, 0)) > seconds:
                     tell(f"{len(todo) - number + 1} of {len(todo)} rows are left: the same command continues.")
                     break
                 tell(f"[{number}/{len(todo)}] {each.title}")
