@@ -42,7 +42,7 @@ def test_cosine_distances_of_clipped_updates_equal_the_reference():
 
 
 @pytest.mark.parametrize(
-    "text", ["prune(0.9)", "clip(0.01) + dgp(top=0.2, bottom=0.6)", "clip-example(0.01) + topk(0.2)"]
+    "text", ["prune(0.9)", "clip(0.01) + dgp(top=0.2, bottom=0.6, feedback=false)", "clip-example(0.01) + topk(0.2)"]
 )
 def test_cosine_distances_with_known_masks_equal_the_reference(text):
     objective, params, _, batch, _ = experiment(examples=1)[0]

@@ -125,15 +125,16 @@ class PaperStudy(Study):
                 todo, runs, record = [stand_in_data(each) for each in todo], runs / "bundled-images", False
         into = folder_to_write(records) / self.key if record else None
         workers = workers or (1 if seconds is not None else None)  # starting processes takes longer than such rows
-        begun, done = time.monotonic(), list[Record]()
+        begun, done, begun_rows = time.monotonic(), list[Record](), 0
         for number, each in enumerate(todo, 1):
             measured = [] if fresh else each.finished(runs)
             if not measured:
                 past = time.monotonic() - begun
-                if seconds is not None and past > 0 and past + min(modelled(each), max(seconds - 5, 0)) > seconds:
+                if seconds is not None and begun_rows and past + min(modelled(each), max(seconds - 5, 0)) > seconds:
                     tell(f"{len(todo) - number + 1} of {len(todo)} rows are left: the same command continues.")
                     break
                 tell(f"[{number}/{len(todo)}] {each.title}")
+                begun_rows += 1
                 measured = run_row(each, runs, data_dir, workers, fresh)
             done += measured
             if into is not None:
