@@ -163,6 +163,13 @@ def test_pruned_entries_are_missing_values_not_zeros():
     assert float(believing.median()) > float(psnr(attack(scene), scene).median()) + 1
 
 
+def test_an_update_without_the_bias_gradient_of_the_first_layer_is_attacked_all_the_same():
+    scene = mixed(4)
+    scene = observed(parse("prune(0.995, scope=global)")(scene.client), scene.truth, 10, SPACE)
+    assert not scene.observation.update["1.bias"].any()
+    assert bool(torch.isfinite(attack(scene).inputs).all())
+
+
 def test_nan_update_diverges():
     scene = mixed(6, clients=2)
     scene.observation.update["1.weight"][1, 0, 0] = torch.nan

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gradveil.core.tree import norm, squared_norm, stack, tmap
+from gradveil.federated.held_back import Compressed, held_back
 from gradveil.federated.training_state import pack_standing, unpack_standing
 from gradveil.report.training_table import ROUNDS
 from tests.federated.small_federations import federation
@@ -45,6 +46,11 @@ def test_the_gradients_that_were_not_sent_add_up_to_the_residual(text):
 def test_without_feedback_as_the_last_stage_nothing_is_measured(text):
     of = federation(text)
     assert of.round(of.start()).records[-1].held_back is None
+
+
+def test_nothing_is_told_of_a_round_that_diverged():
+    large = {"w": torch.full((4,), 1e20)}
+    assert held_back([Compressed(large, tmap(torch.zeros_like, large), large)]) is None
 
 
 def test_the_csv_of_rounds_has_what_was_held_back():

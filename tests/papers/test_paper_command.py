@@ -81,6 +81,13 @@ def test_an_attack_that_knows_the_defence_fills_its_column() -> None:
     assert compare(paper, "T1", found).cells[0].adaptive == 80
 
 
+def test_measurements_of_adaptive_attacks_are_filed_as_such(tmp_path: Path) -> None:
+    small = ["target_clients=1", "iterations=2"]
+    done = a_paper().run("T1", rows=["none"], changes=small, attack="adaptive", runs=tmp_path)
+    assert {record.attack.partition(":")[0] for record in done} == {"adaptive"}
+    assert a_paper().local(tmp_path) == [], "other settings than the table's are not its measurements"
+
+
 @pytest.mark.parametrize("form", list(FORMATS))
 def test_every_form_shows_both_numbers_and_the_share_that_agrees(form: str) -> None:
     table = compare(a_paper(), "T1", {measured().place: measured()})

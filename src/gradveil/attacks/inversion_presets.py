@@ -197,7 +197,14 @@ def portfolio() -> Inversion:
     )
     known = {**cdia().knowledge, "public": Sample(every_iteration=False)}
     return replace(
-        cdia(), name="portfolio", tv_over="colours", rounds="all", descent=descent, variants=variants, knowledge=known
+        cdia(),
+        name="portfolio",
+        tv=variants[0].tv,
+        tv_over="colours",
+        rounds="all",
+        descent=descent,
+        variants=variants,
+        knowledge=known,
     )
 
 

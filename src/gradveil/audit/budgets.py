@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from gradveil.attacks.inversion.inversion import Inversion
-from gradveil.attacks.inversion.rehearsal import SHARE, SIMULATED
+from gradveil.attacks.inversion.rehearsal import iterations_within
 from gradveil.attacks.learned import Learned
 from gradveil.attacks.protocol import Attack
 from gradveil.audit.audit_config import AUTO
@@ -117,8 +117,8 @@ def within(budget: Budget, attack: Attack, share: BudgetShare, run: Callable[[At
             else amount / (share.whole * worth * share.searches)
         )
         if attack.variants:
-            tried = len(attack.variants) * SIMULATED * SHARE
-            allowed *= share.target_clients / (share.target_clients + tried)
+            rows = allowed * share.target_clients
+            allowed = iterations_within(rows, share.target_clients, len(attack.variants))
         limit = max(1, min(int(allowed), attack.descent.iterations))
         return replace(attack, descent=replace(attack.descent, iterations=limit))
     if isinstance(attack, Learned):
@@ -169,7 +169,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 Plan = tuple[int, ...]
-_NAMES = {"rows": "", "iterations": "-iterations"}
+_NAMES = {"rows": "", "iterations": "-iterations", "variants": "-variants"}
 _REMEDY = "give the command of the audit again: the attack is then planned again"
 
 

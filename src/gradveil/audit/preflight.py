@@ -116,9 +116,8 @@ def _spared(experiment: Experiment, each: _Meeting, attacked: set[tuple[int, str
     """Say whether a run can do without an attacker: one of batches, or, on recorded updates, any of `adaptive`."""
     if each[:2] not in attacked:
         return False
-    return each.attack in OF_BATCHES or (
-        not experiment.source.simulated and each.attack not in without_aim(experiment.config.attacks)
-    )
+    named = each.attack in without_aim(experiment.config.attacks)
+    return not named and (each.attack in OF_BATCHES or not experiment.source.simulated)
 
 
 def _obstacles(experiment: Experiment) -> Iterator[Problem | _Meeting]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -213,10 +214,12 @@ def attacked(
     attack = _afforded(
         experiment, trial, attack, numbers, lambda tried: tried(seen, simulated_client, knowledge, key), plans
     )
-    remarks: tuple[Remark, ...] = ()
+    remarks, rehearsed = tuple[Remark, ...](), 0.0
     if isinstance(attack, Inversion) and attack.variants:
-        attack, remark = attack.rehearsed(seen, simulated_client, knowledge, key)
-        remarks = (remark,)
+        began = time.perf_counter()
+        scores = plans.settled("variants", partial(attack.rehearse, seen, simulated_client, knowledge, key))
+        attack, remark = attack.chosen(scores)
+        remarks, rehearsed = (remark,), time.perf_counter() - began
     done = 0
 
     def count(step: Progress) -> None:
@@ -235,7 +238,7 @@ def attacked(
         inputs, classes = found.inputs.detach().to(like), found.targets.clamp(0, experiment.classes - 1)
         match = Simulated(simulated_client, seen).match(inputs, classes.to(inputs.device), key)
         found = replace(found, match=match.to(found.objective))
-    found = replace(found, remarks=(*found.remarks, *remarks)) if remarks else found
+    found = replace(found, remarks=(*found.remarks, *remarks), seconds=found.seconds + rehearsed)
     done = done or int(found.iterations.sum()) * found.objectives.shape[1]
     left = share_left(experiment.attacks[trial.attack], attack)
     return Made(attack, simulated_client, knowledge, grants, secrets, key, found, done, left)

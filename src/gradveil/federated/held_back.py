@@ -7,7 +7,8 @@ right sides are in `gradveil.theory.gradient_pruning`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from math import isfinite
 from typing import NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ class Compressed(NamedTuple):
 
 
 def held_back(clients: Iterable[Compressed]) -> HeldBack | None:
-    """Measure what the clients of a round held back; None without clients.
+    """Measure what the clients of a round held back; None without clients, or where they have diverged.
 
     P = sent + e_after, and the gradient is G = P - e_before.
     """
@@ -61,4 +62,5 @@ def held_back(clients: Iterable[Compressed]) -> HeldBack | None:
     full = float(squared_norm(gradient)) / count**2
     variance = max(0.0, sum(sizes) / count - full)
     share = lost / whole if whole else 0.0
-    return HeldBack(share, float(squared_norm(residual)) / count**2, max(sizes), full, variance)
+    found = HeldBack(share, float(squared_norm(residual)) / count**2, max(sizes), full, variance)
+    return found if all(map(isfinite, astuple(found))) else None

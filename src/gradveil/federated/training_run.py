@@ -76,7 +76,7 @@ class _Round(StoredPart):
     bytes_down: Count
     seconds: Amount
     client_seconds: Amount | None = None
-    held_back: dict[str, Amount] | None = None
+    held_back: dict[str, float] | None = None
 
 
 class _Start(StoredPart):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
-from gradveil.metrics import wilson
+from gradveil.metrics import METRICS, wilson
 from gradveil.papers.records import Record
 from gradveil.papers.study import Cell, Measurement, PrintedMetric, Study, TableEntry
 
@@ -115,7 +115,7 @@ def _measured(study: Study, cell: Cell, measured: Measured) -> ComparedCell:
         low,
         high,
         None if floor is None else scale * floor,
-        max((scale * value for value in _adaptive(metric, wanted, measured)), default=None),
+        _strongest(wanted.metric, [scale * value for value in _adaptive(metric, wanted, measured)]),
         record,
         wanted.metric in RATES,
     )
@@ -130,6 +130,11 @@ def _number(metric: PrintedMetric, wanted: Measurement, values: Sequence[float])
         return (ours, *wilson(sum(map(round, values)), len(values)))
     spread = stdev(values) if len(values) > 1 and metric.statistic == "mean" else 0.0
     return ours, ours - spread, ours + spread
+
+
+def _strongest(metric: str, values: Sequence[float]) -> float | None:
+    lower = metric in METRICS and not METRICS[metric].higher_is_better
+    return (min if lower else max)(values, default=None)
 
 
 def _adaptive(metric: PrintedMetric, wanted: Measurement, measured: Measured) -> Iterator[float]:

@@ -48,7 +48,7 @@ class PaperStudy(Study):
         """Read the local runs at every scale."""
         tables = product(self.tables, SCALES, ("", ADAPTIVE))
         planned = (each for name, scale, attack in tables for each in row_runs(self, name, scale, attack=attack))
-        return [record for each in {one.folder: one for one in planned}.values() for record in each.measured(runs)]
+        return [record for each in {one.folder: one for one in planned}.values() for record in each.finished(runs)]
 
     def list(self, runs: Path = RUNS, records: Path | None = None) -> list[TableOverview]:
         """List the tables, with the time of each at each scale."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from gradveil.audit.attack_selection import trials
+from gradveil.audit.attack_selection import stands_for_many, trials
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.audit_run import machine as describe_machine
 from gradveil.audit.result_rows import Row
@@ -101,7 +101,9 @@ def read_run(folder: Path, run: str, scale: str, defence: str) -> Iterator[Recor
 
 def _audits(folder: Path, run: str, scale: str, defence: str) -> Iterator[Record]:
     opened = load_run(folder)
-    attacks = {address.id: address.attack for address in trials(RunConfig.model_validate(opened.info["config"]))}
+    config = RunConfig.model_validate(opened.info["config"])
+    many = next((f"{text}: " for text in config.attacks if stands_for_many(text)), "")
+    attacks = {address.id: f"{many}{address.attack}" for address in trials(config)}
     for number, trial in enumerate(opened.trials):
         attack = attacks[trial.info["trial"]]
         facts = (str(trial.info["seed"]), *_facts(opened.info))
@@ -198,7 +200,7 @@ def write(records: Iterable[Record], folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
-        known = {record.place: record for record in read(folder)}
+        known = {record.place: record for record in _read(folder)}
         changed = [
             record for record in records if record.place not in known or _rank(record) >= _rank(known[record.place])
         ]
@@ -222,11 +224,11 @@ def _named(record: Record) -> list[Mapping[str, Any]]:
 
 
 @contextmanager
-def _alone(folder: Path) -> Generator[None]:
+def _alone(folder: Path, way: int = fcntl.LOCK_EX) -> Generator[None]:
     """Hold a folder for this process, waiting for others; the folder itself is locked, so no file is left behind."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        fcntl.flock(handle, way)
         yield
     finally:
         os.close(handle)
@@ -250,6 +252,13 @@ def _short(value: Any) -> Any:
 
 def read(folder: Path) -> list[Record]:
     """Read the measurements in the folder of a paper's records; refuse results that their scores do not give."""
+    if not (folder / INDEX).is_file():
+        return []
+    with _alone(folder, fcntl.LOCK_SH):  # not while somebody writes them
+        return _read(folder)
+
+
+def _read(folder: Path) -> list[Record]:
     index = folder / INDEX
     if not index.is_file():
         return []
@@ -296,5 +305,5 @@ def best(records: Iterable[Record]) -> dict[tuple[str, str, str], Record]:
     return {record.place: record for record in sorted(records, key=_rank)}
 
 
-def _rank(record: Record) -> tuple[bool, int, str]:
-    return record.status == "complete", SCALES.index(record.scale), record.date
+def _rank(record: Record) -> tuple[bool, int, int, str]:
+    return record.status == "complete", SCALES.index(record.scale), record.count, record.date

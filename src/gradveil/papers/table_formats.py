@@ -175,7 +175,9 @@ def _lines(block: TableBlock, every: bool) -> Table:
                 continue
             place = (name, column[0])
             texts = [new if place != before else "" for new in place]
-            adaptive = DASH if not compared.attacks else _plain(compared.adaptive) if compared.adaptive else PENDING
+            adaptive = (
+                DASH if not compared.attacks else PENDING if compared.adaptive is None else _plain(compared.adaptive)
+            )
             lines.add_row(
                 *texts,
                 column[1],

@@ -105,10 +105,14 @@ class ReluLayer:
 
 
 def scaled(errors: Tensor, sent: Tensor) -> Tensor:
-    """Return the scales s [..., k] with errors @ s = sent, by least squares over the rows that are not NaN."""
+    """Return the scales s [..., k] with errors @ s = sent, by least squares over the rows that are not NaN.
+
+    Where nothing was sent, they are 1.
+    """
     heard = ~sent.isnan()
     rows = errors * heard.unsqueeze(-1)
     scales = (torch.linalg.pinv(rows) @ sent.nan_to_num(0.0).unsqueeze(-1)).squeeze(-1)
+    scales = torch.where(heard.any(-1, keepdim=True), scales, 1.0)
     least = 1e-9 * scales.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(scales.dtype).tiny)
     return torch.where(scales.abs() < least, torch.copysign(least, scales), scales)
 

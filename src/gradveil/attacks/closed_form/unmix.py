@@ -258,7 +258,7 @@ class _MixedGradients:
             errors = span.left @ torch.linalg.pinv(unmixing)
             images = unmixing @ span.right / scaled(errors, self.bias[places]).unsqueeze(2)
             outside = ((images - self.clamp(images)) / (self.upper - self.lower)).abs().mean((1, 2))
-            better = outside < least
+            better = (outside < least) | (number == 0)
             least = torch.where(better, outside, least)
             best = torch.where(better.view(-1, 1, 1), unmixing, best)
         return best

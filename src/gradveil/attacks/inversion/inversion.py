@@ -20,7 +20,7 @@ from gradveil.attacks.inversion.distances import statistics_wanted
 from gradveil.attacks.inversion.image_sources import INPUTS, TARGETS
 from gradveil.attacks.inversion.inversion_settings import InversionSettings
 from gradveil.attacks.inversion.problem import InversionProblem
-from gradveil.attacks.inversion.rehearsal import prepare, rehearse
+from gradveil.attacks.inversion.rehearsal import choose, prepare, rehearse
 from gradveil.attacks.inversion.solve import rows_at_once, search_rows
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.labels import label_problems
@@ -72,7 +72,7 @@ class Inversion(InversionSettings):
     ) -> Reconstruction:
         """Reconstruct every target client's batch from the observed updates."""
         if self.variants:
-            chosen, remark = self.rehearsed(observations, simulated_client, knowledge, key)
+            chosen, remark = self.chosen(self.rehearse(observations, simulated_client, knowledge, key))
             found = chosen(observations, simulated_client, knowledge, key, progress, plan)
             return replace(found, remarks=(*found.remarks, remark))
         began = time.perf_counter()
@@ -92,17 +92,21 @@ class Inversion(InversionSettings):
         result = _reconstruction(self, problem, joined(parts), time.perf_counter() - began, chunks)
         return undone(result, simulated_client, knowledge) if self.undo else result
 
-    def rehearsed(
+    def rehearse(
         self, observations: Sequence[Observation], simulated_client: Client, knowledge: Knowledge, key: Key
-    ) -> tuple[Inversion, Remark]:
-        """Choose the variant that finds most on simulated clients, and say which."""
+    ) -> tuple[int, ...]:
+        """Return the score of each variant on simulated clients; nothing where none can be simulated."""
         key = key.child(Stream.REHEARSAL)
 
         def run(attack: InversionSettings, seen: Sequence[Observation], told: Knowledge) -> Reconstruction:
             return cast("Inversion", attack)(seen, simulated_client, told, key)
 
-        chosen, remark = rehearse(self, prepare(observations, simulated_client, knowledge, key), run)
-        return cast("Inversion", chosen), remark
+        return rehearse(self, prepare(observations, simulated_client, knowledge, key), run)
+
+    def chosen(self, scores: Sequence[int]) -> tuple[Inversion, Remark]:
+        """Return the attack with the variant of the best score, and a remark that says which."""
+        attack, remark = choose(self, scores)
+        return cast("Inversion", attack), remark
 
     def plan(
         self, observations: Sequence[Observation], simulated_client: Client, knowledge: Knowledge, key: Key

@@ -7,6 +7,7 @@ its settings for a short time, and takes the variant that finds most. The target
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,8 +22,8 @@ from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 
 SIMULATED = 3
-"""Simulated clients that every variant attacks."""
-SHARE, _LEAST = 0.1, 150
+"""Simulated clients that every variant attacks, at most as many as there are target clients."""
+_SHARE, _LEAST = 0.1, 150
 """Iterations of a rehearsal: this share of the attack's, and at least so many."""
 
 Run = Callable[[InversionSettings, Sequence[Observation], Knowledge], Reconstruction]
@@ -35,7 +36,18 @@ def rehearsal_iterations(iterations: int) -> int:
     >>> rehearsal_iterations(4000), rehearsal_iterations(500), rehearsal_iterations(50)
     (400, 150, 50)
     """
-    return max(round(SHARE * iterations), min(_LEAST, iterations))
+    return max(round(_SHARE * iterations), min(_LEAST, iterations))
+
+
+def iterations_within(rows: float, target_clients: int, variants: int) -> int:
+    """Return the iterations of an attack that fit, with its rehearsals, into so many row-iterations.
+
+    >>> iterations_within(64_000, 32, 4), iterations_within(2000, 1, 4), iterations_within(300, 1, 4)
+    (1927, 1400, 60)
+    """
+    rehearsals = variants * min(SIMULATED, target_clients)
+    possible = range(int(rows / target_clients) + 1)
+    return bisect_right(possible, rows, key=lambda n: n * target_clients + rehearsals * rehearsal_iterations(n)) - 1
 
 
 @dataclass(frozen=True)
@@ -62,37 +74,41 @@ def prepare(
     told = any(isinstance(how, Known) for name, how in knowledge.tensors.items() if name != "public")
     if told or public is None or len(public.inputs) < seen.examples:
         return None
-    draw = key.generator()
-    places = torch.stack(
-        [torch.randperm(len(public.inputs), generator=draw)[: seen.examples] for _ in range(SIMULATED)]
-    )
+    draw, count = key.generator(), min(SIMULATED, len(seen.target_clients))
+    places = torch.stack([torch.randperm(len(public.inputs), generator=draw)[: seen.examples] for _ in range(count)])
     like = next(iter(seen.params.values()))
     batch = Batch(public.inputs[places].to(like), public.targets[places].to(like.device))
-    keys = [key.child(number) for number in range(SIMULATED)]
+    numbers = tuple(range(count))
+    keys = [key.child(number) for number in numbers]
     sent = Simulated(simulated_client, observations, every=True).send_in_rounds(batch, keys)
-    numbers = tuple(range(SIMULATED))
     rounds = [replace(seen, update=each, target_clients=numbers) for seen, each in zip(observations, sent, strict=True)]
     targets = None if knowledge.targets is None else batch.targets
     return Rehearsal(rounds, replace(knowledge, targets=targets), batch)
 
 
-def rehearse(attack: InversionSettings, rehearsal: Rehearsal | None, run: Run) -> tuple[InversionSettings, Remark]:
-    """Return the attack with its best variant on simulated clients (its first without a rehearsal), and a remark."""
-    versions = [attack.with_variant(variant) for variant in attack.variants]
+def rehearse(attack: InversionSettings, rehearsal: Rehearsal | None, run: Run) -> tuple[int, ...]:
+    """Return the thousandths that each variant scores on simulated clients; nothing without a rehearsal."""
     if rehearsal is None:
-        words = f"it searched with {_words(attack.variants[0])}, untried: that takes public examples"
-        return versions[0], Remark(words, (0,))
-    scores = []
-    for version in versions:
+        return ()
+    scores: list[int] = []
+    for variant in attack.variants:
+        version = attack.with_variant(variant)
         iterations = rehearsal_iterations(version.descent.iterations)
         short = replace(version, descent=replace(version.descent, iterations=iterations))
-        scores.append(rehearsal.score(run(short, rehearsal.observations, rehearsal.knowledge)))
-    best = max(range(len(scores)), key=scores.__getitem__)
-    tried = "; ".join(f"{_words(variant)}: {score:.2f}" for variant, score in zip(attack.variants, scores, strict=True))
-    chosen = _words(attack.variants[best])
-    return versions[best], Remark(
-        f"it searched with {chosen}, the best of its settings on simulated clients ({tried})", (0,)
-    )
+        scores.append(round(1000 * rehearsal.score(run(short, rehearsal.observations, rehearsal.knowledge))))
+    return tuple(scores)
+
+
+def choose(attack: InversionSettings, scores: Sequence[int]) -> tuple[InversionSettings, Remark]:
+    """Return the attack with the variant of the best score (its first without scores), and a remark."""
+    best = attack.variants[max(range(len(scores)), key=scores.__getitem__) if scores else 0]
+    words = f"it searched with {_words(best)}, untried on simulated clients: that takes public examples and no secrets"
+    if scores:
+        tried = "; ".join(
+            f"{_words(each)}: {score / 1000:.2f}" for each, score in zip(attack.variants, scores, strict=True)
+        )
+        words = f"it searched with {_words(best)}, the best on simulated clients ({tried})"
+    return attack.with_variant(best), Remark(words, (0,))
 
 
 def _words(variant: Variant) -> str:

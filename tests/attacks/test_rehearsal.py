@@ -1,0 +1,68 @@
+"""A portfolio tries its settings on simulated clients, and never looks at the target clients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.attacks.inversion.inversion import Inversion
+from gradveil.attacks.inversion.inversion_settings import Variant
+from gradveil.attacks.inversion.optimisers import Adam
+from gradveil.attacks.inversion.rehearsal import iterations_within, rehearsal_iterations
+from gradveil.attacks.knowledge import Known
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch
+from tests.attacks.small_experiments import Scene, tiny
+
+IDLE, SOUND = Variant(0.0, Adam(lr=1e-9)), Variant(0.0, Adam(lr=0.1))
+
+
+def attacks(scene: Scene, public: int) -> tuple[Inversion, Scene]:
+    """An attack with a variant that stays where it starts and one that works, and its scene with public examples."""
+    attack = replace(make_attack("portfolio(iterations=200)"), variants=(IDLE, SOUND))
+    truth = scene.truth
+    batch = Batch(truth.inputs.flatten(0, 1).flip(-1)[:public], truth.targets.flatten()[:public])
+    return attack, replace(scene, knowledge=replace(scene.knowledge, public=batch if public else None))
+
+
+def scores(scene: Scene, attack: Inversion) -> tuple[int, ...]:
+    return attack.rehearse([scene.observation], scene.client, scene.knowledge, Key(3))
+
+
+def test_the_variant_that_finds_more_is_chosen() -> None:
+    attack, scene = attacks(tiny(), public=6)
+    idle, sound = scores(scene, attack)
+    chosen, remark = attack.chosen((idle, sound))
+    assert sound > idle
+    assert (chosen.descent.stepper, chosen.variants) == (SOUND.stepper, ())
+    assert "best on simulated clients" in remark.words
+
+
+def test_the_choice_does_not_depend_on_the_observed_updates() -> None:
+    attack, scene = attacks(tiny(), public=6)
+    other = {name: torch.randn_like(value) for name, value in scene.observation.update.items()}
+    blind = replace(scene, observation=replace(scene.observation, update=other))
+    assert scores(scene, attack) == scores(blind, attack)
+
+
+def test_without_public_examples_or_with_secrets_the_first_variant_is_used() -> None:
+    attack, scene = attacks(tiny(), public=0)
+    assert scores(scene, attack) == ()
+    assert attack.chosen(())[0].descent.stepper == IDLE.stepper
+    attack, scene = attacks(tiny(), public=6)
+    told = replace(scene.knowledge, tensors={"send.noise.w": Known(torch.zeros(1))})
+    assert scores(replace(scene, knowledge=told), attack) == ()
+
+
+def test_a_setting_by_hand_leaves_nothing_to_try() -> None:
+    assert make_attack("portfolio").variants
+    assert not make_attack("portfolio(tv=0.05)").variants
+    assert make_attack("portfolio(lr=0.1)").tv == make_attack("portfolio").variants[0].tv
+
+
+def test_rehearsals_fit_into_the_budget() -> None:
+    for rows, clients in ((300, 1), (2000, 1), (1200, 4), (64_000, 32)):
+        spent = (n := iterations_within(rows, clients, 4)) * clients + 4 * min(3, clients) * rehearsal_iterations(n)
+        assert 0.9 * rows <= spent <= rows
