@@ -168,15 +168,23 @@ def recover(
     if client.batch:
         tensors["transformed"] = truth.transformed.inputs
     leak, unbounded = leaked(experiment, trial.seed, client, seen, truth)
-    held = [] if experiment.config.rounds == 1 and not trial.trained else list(map(asdict, truth.held_back))
-    if taylor_applies(client) and not held and not isinstance(attack, Active):
+    alone = experiment.config.rounds == 1  # a share then computes its own targets only, and no mean over all
+    held = [] if alone else list(map(asdict, truth.held_back))
+    carried = alone and bool(trial.trained) and bool(truth.held_back)
+    if taylor_applies(client) and not held and not carried and not isinstance(attack, Active):
         whole = torch.vmap(norm)(raw)
         given = experiment, trial.seed, client, plain, seen[-1], truth
         tensors["mse_taylor"] = taylor_errors(*given, tensors["distance"] * whole)
     own = set(plain.noise_spec(plain.params(), first(truth)))
     drawn = {name: how for name, how in ways(attack, client, first(truth)).items() if name not in own}
     sizes = {name: value[0].numel() for name, value in sent.items()}
-    facts = {"unbounded": unbounded, "pruned": pruned(client), "held_back": held, "drawn": drawn, "layers": sizes}
+    facts = {
+        "unbounded": unbounded,
+        "pruned": None if carried else pruned(client),
+        "held_back": held,
+        "drawn": drawn,
+        "layers": sizes,
+    }
     return recovered(experiment, client, made, sent, truth, tensors | leak, facts)
 
 
