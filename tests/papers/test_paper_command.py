@@ -85,6 +85,8 @@ def test_measurements_of_adaptive_attacks_are_filed_as_such(tmp_path: Path) -> N
     small = ["target_clients=1", "iterations=2"]
     done = a_paper().run("T1", rows=["none"], changes=small, attack="adaptive", runs=tmp_path)
     assert {record.attack.partition(":")[0] for record in done} == {"adaptive"}
+    two = a_paper().run("T1", rows=["none"], changes=[*small, "seeds=[0,1]"], runs=tmp_path / "two")
+    assert [(record.seed, record.count) for record in two] == [("0 1", 2)]
     assert a_paper().local(tmp_path) == [], "other settings than the table's are not its measurements"
 
 

@@ -23,7 +23,7 @@ from gradveil.audit.attack_selection import stands_for_many, trials
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.audit_run import machine as describe_machine
 from gradveil.audit.result_rows import Row
-from gradveil.audit.run_directory import AUDIT, load_run
+from gradveil.audit.run_directory import AUDIT, Trial, load_run
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.private_files import write_private
 from gradveil.federated.training_run import is_training, load_training
@@ -104,15 +104,30 @@ def _audits(folder: Path, run: str, scale: str, defence: str) -> Iterator[Record
     config = RunConfig.model_validate(opened.info["config"])
     many = next((f"{text}: " for text in config.attacks if stands_for_many(text)), "")
     attacks = {address.id: f"{many}{address.attack}" for address in trials(config)}
+    found: dict[str, list[tuple[int, Trial]]] = {}
     for number, trial in enumerate(opened.trials):
-        attack = attacks[trial.info["trial"]]
-        facts = (str(trial.info["seed"]), *_facts(opened.info))
-        if trial.failed is not None:
-            yield Record(run, defence, attack, scale, trial.failed, None, None, None, *facts, ())
+        found.setdefault(attacks[trial.info["trial"]], []).append((number, trial))
+    for attack, each in found.items():
+        seeds = " ".join(dict.fromkeys(str(trial.info["seed"]) for _, trial in each))
+        facts = (seeds, *_facts(opened.info))
+        if failed := next((trial.failed for _, trial in each if trial.failed is not None), None):
+            yield Record(run, defence, attack, scale, failed, None, None, None, *facts, ())
             continue
-        row = Row(number, trial)
-        lines = [
-            {
+        lines = [line for _, trial in each for line in _image_lines(trial)]
+        iterations = max((record.get("iterations") or 0 for _, trial in each for record in trial.records), default=0)
+        seconds = sum(trial.info.get("seconds") or 0.0 for _, trial in each)
+        baselines = [value for number, trial in each if (value := Row(number, trial).baseline) is not None]
+        baseline = fmean(baselines) if baselines else None
+        yield Record(
+            run, defence, attack, scale, "complete", iterations or None, seconds, baseline, *facts, tuple(lines)
+        )
+
+
+def _image_lines(trial: Trial) -> Iterator[dict[str, Any]]:
+    """Yield the scores of every image of a trial."""
+    for record in trial.records:
+        for index, (image, label) in enumerate(zip(record["per_image"], _right_labels(record), strict=True)):
+            yield {
                 "seed": trial.info["seed"],
                 "target": record["target_client"],
                 "image": index,
@@ -122,14 +137,6 @@ def _audits(folder: Path, run: str, scale: str, defence: str) -> Iterator[Record
                 **{name: image[name] for name in _SCORES if image.get(name) is not None},
                 **{name: image.get(name) for name in trial.info.get("metrics", ())},
             }
-            for record in trial.records
-            for index, (image, label) in enumerate(zip(record["per_image"], _right_labels(record), strict=True))
-        ]
-        iterations = max((record.get("iterations") or 0 for record in trial.records), default=0)
-        seconds = trial.info.get("seconds")
-        yield Record(
-            run, defence, attack, scale, "complete", iterations or None, seconds, row.baseline, *facts, tuple(lines)
-        )
 
 
 def _right_labels(record: Mapping[str, Any]) -> list[int]:
