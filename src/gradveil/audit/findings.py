@@ -15,6 +15,7 @@ from rich.text import Text
 
 from gradveil.audit.attack_check import STATES, coincidence, examine
 from gradveil.audit.attack_selection import ATTACKERS, canonical
+from gradveil.audit.attackers.run_attackers import untested
 from gradveil.audit.audit_config import AUTO
 from gradveil.audit.baselines import baseline, risk_of
 from gradveil.audit.defence_costs import Costs, DefenceCost, costs_of
@@ -22,7 +23,6 @@ from gradveil.audit.display import result_table
 from gradveil.audit.recommendation import MissingVerdict, Recommendation, recommend
 from gradveil.audit.result_rows import Row, TrialSetting, short_names, summarise
 from gradveil.audit.run_directory import UNFIT, Run, Trial
-from gradveil.audit.run_warnings import untested
 from gradveil.audit.threat_model import scope, threat_model, untried
 from gradveil.audit.verdict import LEVELS, Level, Verdict, verdicts
 from gradveil.core.formatting import DASH, duration, interval, listing, percent, plural, size

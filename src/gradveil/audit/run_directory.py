@@ -74,6 +74,7 @@ class _AuditInfo(StoredRun):
     share: Annotated[int, Field(ge=1)]
     sharing: dict[str, list[Count]] = Field(default={})
     warnings: list[str] = Field(default=[])
+    untried: list[str] = Field(default=[])
     packages: dict[str, str] = Field(default={})
     machine: dict[str, str | int | None] = Field(default={})
 
@@ -85,7 +86,7 @@ AUDIT = RunKind(
     restore="put a copy of the file back, or audit again with --fresh, which removes the results",
     free=FREE,
     folders=(TRIALS, PLANS, TRAINING),
-    grows=("sharing", "warnings"),
+    grows=("sharing", "warnings", "untried"),
 )
 """The folder of an audit."""
 

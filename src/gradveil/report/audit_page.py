@@ -136,6 +136,7 @@ def _opening(run: Run, result: Findings, config: Mapping[str, Any], shown: Seque
         "threat": threat_model(result.finished, config),
         "scope": scope(judged, config),
         "warnings": run.info.get("warnings", []),
+        "untried": run.info.get("untried", []),
         **_status(run, result),
     }
 
