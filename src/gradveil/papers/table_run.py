@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from gradveil.audit.attack_selection import is_adaptive
+from gradveil.audit.attackers.run_attackers import widened
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.audit_run import describe as describe_audit
 from gradveil.audit.audit_run import machine as describe_machine
 from gradveil.audit.audit_run import run as run_audit
 from gradveil.audit.audit_run import site as audit_site
 from gradveil.audit.display import Screen
-from gradveil.audit.attack_selection import is_adaptive
-from gradveil.audit.attackers.run_attackers import widened
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.run_directory import AUDIT, Store
 from gradveil.audit.run_file import assemble, assemble_training
