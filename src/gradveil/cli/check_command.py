@@ -69,7 +69,7 @@ def check(
     meaningless, and models whose gradient reveals an image without any search. Exit codes: 0 the audit can run
     (warnings may be shown); 1 problems; 2 wrong use: a bad run file or option, or missing data or model.
     """
-    from gradveil.audit.attackers.run_attackers import closed_forms, untried
+    from gradveil.audit.attackers.run_attackers import closed_forms, decide, untried
     from gradveil.audit.preflight import model_problems, obstacles, open_experiment
     from gradveil.audit.run_file import read
     from gradveil.audit.run_warnings import metric_problems, privacy_problems
@@ -91,9 +91,10 @@ def check(
         net = experiment.model(config.seeds[0])  # Raises for a model that cannot be built, which is wrong use.
         problems = obstacles(experiment).problems
         problems += [] if _stopped(problems) else model_problems(experiment)
+        decisions = [] if _stopped(problems) else decide(experiment)
         if not _stopped(problems):
-            problems += [*privacy_problems(experiment), *closed_forms(experiment), *metric_problems(experiment)]
-        skipped = [] if _stopped(problems) else untried(experiment)
+            problems += [*privacy_problems(experiment), *closed_forms(experiment, decisions)]
+            problems += metric_problems(experiment)
         traces = _manipulated(net, received, previous)
         problems += traces
     if as_json:
@@ -101,10 +102,8 @@ def check(
         typer.echo(json.dumps([{key: getattr(p, key) for key in keys} for p in problems], indent=1))
     else:
         _show(problems, net, config, run is not None, verbose)
-        if skipped and verbose:
-            typer.echo("Attacks on the update that this run does not try:")
-            for line in skipped:
-                typer.echo(f"  {line}")
+        if verbose and (skipped := untried(decisions)):
+            typer.echo("\n  ".join(("Attacks on the update that this run does not try:", *skipped)))
         if received is not None and not traces:
             typer.echo(f"No trace of manipulation in {received}: that is no proof of an honest server.")
     return FOUND if _stopped(problems) else 0
