@@ -308,7 +308,7 @@ def _run(
         _CALL,
         sharing=shared,
         warnings=warnings,
-        untried=untried(experiment),
+        untried=untried(decisions),
     )
     shown = sys.stderr.isatty() or "ipykernel" in sys.modules if progress is None else progress
     # A quiet console would still leave an empty output in a notebook.
