@@ -20,6 +20,7 @@ from gradveil.audit.audit_config import AUTO
 from gradveil.audit.baselines import baseline, risk_of
 from gradveil.audit.defence_costs import Costs, DefenceCost, costs_of
 from gradveil.audit.display import result_table
+from gradveil.audit.error_bound import recovery_sentence
 from gradveil.audit.recommendation import MissingVerdict, Recommendation, recommend
 from gradveil.audit.result_rows import Row, TrialSetting, short_names, summarise
 from gradveil.audit.run_directory import UNFIT, Run, Trial
@@ -347,8 +348,9 @@ def explained(found: Findings) -> Iterator[str]:
     for level, (label, meaning) in LEVELS.items():
         if level in levels:
             yield f"{label}: {meaning}."
-    yield "Identifiable: images recovered and nearest to their own among all private images, with a 95% interval."
-    yield "Baseline: the share of identifiable images that the best guess, which sees no update, is expected to reach."
+    some = found.finished[0].words.plural if found.finished else "images"
+    yield f"Identifiable: {some} recovered and nearest to their own among all private {some}, with a 95% interval."
+    yield f"Baseline: the share of identifiable {some} that the best guess, which sees no update, is expected to reach."
     yield "Risk: the rate beyond baseline and mismatch control, as a share of what was left to gain, with its interval."
     states = {examine(row, found.finished).state for row in found.finished}
     for state, (label, meaning) in STATES.items():
@@ -491,6 +493,7 @@ def remarks_on(found: Findings, config: Mapping[str, Any], warnings: Sequence[st
         yield f"Assumed of the recorded updates: {'; '.join(assumed)}."
     yield from stopped(rows, config)
     yield from guaranteed(found)
+    yield from recovery_limits(found)
     judged = [row for row in rows if not row.is_control]
     settings = [f"{name} ({setting})" for name, setting in untried(judged, config)]
     if missing := [*map(untested, warnings), *settings]:
@@ -526,6 +529,13 @@ def guaranteed(found: Findings) -> Iterator[str]:
         yield "Formal guarantee: none."
 
 
+def recovery_limits(found: Findings) -> Iterator[str]:
+    """State for each defence with a formal guarantee the largest probability of recovery, for any attacker."""
+    rows = [row for row in found.finished if not row.undefended]
+    limits = ((row.defence, bound) for row in rows for bound in row.info.get("recovery_bounds") or ())
+    yield from dict.fromkeys(f"Proven of {name}: {recovery_sentence(bound)}." for name, bound in limits)
+
+
 def _proven(found: Findings, row: Row) -> str:
     """Describe in a few words what is proven: of a planned training, or of the one behind the accuracy."""
     cost = found.cost(row.defence)
@@ -549,8 +559,8 @@ def trained_on(found: Findings) -> Iterator[str]:
         if mine:
             most = max(mine, key=lambda test: test.observed)
             yield (
-                f"{verdict.defence}: {most.observed} of {most.images} images recovered as the client trained on them "
-                f"({most.attack}); guessing is expected to reach {most.expected:.2g}."
+                f"{verdict.defence}: {most.observed} of {most.images} {most.noun}s recovered as the client trained on "
+                f"them ({most.attack}); guessing is expected to reach {most.expected:.2g}."
             )
 
 
@@ -586,7 +596,7 @@ def definitions(found: Findings, config: Mapping[str, Any]) -> Iterator[str]:
     if rows:
         yield f"Threat model: {threat_model(rows, config)}"
     if any(row.images for row in rows):
-        yield f"Recovered: SSIM to the true image above {threshold:g}."
+        yield f"Recovered: {rows[0].words.recovered(threshold)}."
     yield from explained(found)
     if any(row.attacker == "informed" for row in rows):
         yield "Rates of informed attackers are upper bounds, no part of a verdict."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from gradveil.audit.experiment import Experiment
@@ -11,7 +11,7 @@ from gradveil.client import Client
 from gradveil.core.errors import GradveilError, Problem
 from gradveil.core.types import Batch
 from gradveil.defences.guarantees import examine
-from gradveil.defences.privacy_warnings import suspicions
+from gradveil.defences.privacy_warnings import one_update, suspicions
 from gradveil.metrics import scored
 from gradveil.theory.accounting import epsilon
 
@@ -21,10 +21,10 @@ def privacy_facts(experiment: Experiment, client: Client, batch: Batch) -> dict[
     settings = experiment.config.privacy
     training = settings.build() if settings else None
     privacy = examine(client, batch)
-    sound = () if training is None else privacy.sound
     return {
         "guarantee": privacy.promise(training),
-        "epsilon": {each.unit: epsilon(each.multiplier, training) for each in sound if training},
+        "epsilon": {each.unit: epsilon(each.multiplier, training) for each in privacy.sound if training},
+        "mechanisms": [(each.unit, each.multiplier, asdict(one_update(client, batch, each))) for each in privacy.sound],
         "suspicions": [str(problem) for problem in suspicions(client, batch, training)] if training else [],
     }
 
