@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.protocol import Attack, CanRefuse
-from gradveil.audit.attack_selection import ADAPTIVE, UNDEFENDED, has_control
+from gradveil.audit.attack_selection import ADAPTIVE, UNDEFENDED, has_control, undefended
 from gradveil.audit.attackers.attacker_table import RULES, Rule, aims_at
 from gradveil.audit.attackers.update_facts import UpdateFacts
 from gradveil.audit.experiment import Experiment
@@ -150,7 +150,8 @@ def _decision(
     control = [UNDEFENDED] if has_control(experiment.config) and UNDEFENDED not in defences else []
     for defence in (*defences, *control):
         for index, known in enumerate(facts):
-            problems = _problems(made, known, clients(index, defence)) if index not in lacks else ""
+            told = index in lacks or undefended(defence)  # by the facts, which are those of the undefended client
+            problems = "" if told else _problems(made, known, clients(index, defence))
             if reason := lacks.get(index, problems):
                 unfit[index, defence, attack] = reason
     applies = [d for d in defences if any((index, d, attack) not in unfit for index in range(len(facts)))]
