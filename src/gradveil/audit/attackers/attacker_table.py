@@ -83,7 +83,7 @@ class Rule:
     weakness: str = ""
     """What a run without the attack has to warn of; empty where the row is not worth a warning."""
     ends: str = ""
-    """What else ends the weakness; `{errors}` stands for the parameter that shows the errors of the first layer."""
+    """What else ends the weakness."""
     undisturbed: bool = False
     """Whether the attack holds for nothing but the update itself: no warning where every client has a defence."""
 
@@ -152,7 +152,7 @@ RULES: tuple[Rule, ...] = (
         update=("one example", "shown input"),
         unlabelled="labels=idlg",
         weakness="one image comes back in closed form",
-        ends="more examples an update or not sending '{errors}' ends it",
+        ends="more examples an update or not sending that gradient ends it",
     ),
     Rule(
         ("analytic(prior=public)", f"cdia({', '.join(_CLOSED)})"),
