@@ -173,7 +173,7 @@ _PACKAGES = ("torch", "numpy", "scipy", "safetensors", "scikit-image", "scikit-l
 def title(experiment: Experiment) -> str:
     """Say in a few words what a run attacks, for its first line of progress."""
     config = experiment.config
-    clients = listing(dict.fromkeys(client.words for client in config.client))
+    clients = listing(dict.fromkeys(client.update_of(experiment.space.words.noun) for client in config.client))
     known = {told(attack)["targets"] == "known" for attack in experiment.attacks.values()}
     labels = f", labels {'known' if all(known) else 'unknown'}" if len(known) == 1 else ""
     budget = "" if config.budget is None else f", budget {config.budget} per defence"

@@ -347,8 +347,9 @@ def explained(found: Findings) -> Iterator[str]:
     for level, (label, meaning) in LEVELS.items():
         if level in levels:
             yield f"{label}: {meaning}."
-    yield "Identifiable: images recovered and nearest to their own among all private images, with a 95% interval."
-    yield "Baseline: the share of identifiable images that the best guess, which sees no update, is expected to reach."
+    some = found.finished[0].words.plural if found.finished else "images"
+    yield f"Identifiable: {some} recovered and nearest to their own among all private {some}, with a 95% interval."
+    yield f"Baseline: the share of identifiable {some} that the best guess, which sees no update, is expected to reach."
     yield "Risk: the rate beyond baseline and mismatch control, as a share of what was left to gain, with its interval."
     states = {examine(row, found.finished).state for row in found.finished}
     for state, (label, meaning) in STATES.items():
@@ -549,8 +550,8 @@ def trained_on(found: Findings) -> Iterator[str]:
         if mine:
             most = max(mine, key=lambda test: test.observed)
             yield (
-                f"{verdict.defence}: {most.observed} of {most.images} images recovered as the client trained on them "
-                f"({most.attack}); guessing is expected to reach {most.expected:.2g}."
+                f"{verdict.defence}: {most.observed} of {most.images} {most.noun}s recovered as the client trained on "
+                f"them ({most.attack}); guessing is expected to reach {most.expected:.2g}."
             )
 
 
@@ -586,7 +587,7 @@ def definitions(found: Findings, config: Mapping[str, Any]) -> Iterator[str]:
     if rows:
         yield f"Threat model: {threat_model(rows, config)}"
     if any(row.images for row in rows):
-        yield f"Recovered: SSIM to the true image above {threshold:g}."
+        yield f"Recovered: {rows[0].words.recovered(threshold)}."
     yield from explained(found)
     if any(row.attacker == "informed" for row in rows):
         yield "Rates of informed attackers are upper bounds, no part of a verdict."

@@ -32,9 +32,6 @@ from gradveil.nn.check import check
 from gradveil.nn.module_paths import called
 from gradveil.nn.weight_files import misfits, read_weights
 
-SMALLEST = 11
-"""Pixels a side: SSIM's window."""
-
 
 def model_problems(experiment: Experiment) -> list[Problem]:
     """Check the model on the first target's examples: what would fail in every trial is told once, before the first."""
@@ -128,17 +125,16 @@ def _obstacles(experiment: Experiment) -> Iterator[Problem | _Meeting]:
             metric(name)
         except GradveilError as error:
             yield from (replace(p, where=f"metrics: {p.where}") for p in error.problems)
-    if min(experiment.private.inputs.shape[-2:]) < SMALLEST:
-        what = f"images are {' x '.join(str(side) for side in experiment.private.inputs.shape[-2:])} pixels"
-        yield Problem("data.size", f"{what}, and SSIM needs {SMALLEST}", f"resize them to at least {SMALLEST} pixels")
+    yield from experiment.space.unscored()
     if config.images_needed > available:
         size = max(client.examples for client in config.client)
         what = (
             f"{config.target_clients} clients from number {config.first_target_client} with {size} examples each need "
         )
+        some = experiment.space.words.plural
         which = _TARGETS[config.target_images]
         which = f"those that are {experiment.private.classes[0]}s" if available < len(experiment.private) else which
-        what += f"{config.images_needed} images, '{config.data.name}' has {available} for targets: {which}"
+        what += f"{config.images_needed} {some}, '{config.data.name}' has {available} for targets: {which}"
         remedy = (
             f"lower target clients, first_target_client or client.batch; at most {available // size} target clients"
         )
@@ -219,15 +215,14 @@ def _meetings(
     experiment: Experiment, index: int, defence: str, attacks: Sequence[str], client: Client, where: str
 ) -> Iterator[_Meeting]:
     """Ask the attacks on a defended client what stands in their way."""
-    data, config = experiment.private, experiment.config
+    config = experiment.config
     batch = experiment.batch(experiment.examples(index, range(1)))
     first = Batch(batch.inputs[0], batch.targets[0])
-    shape = (data.channels, int(data.inputs.shape[-2]), int(data.inputs.shape[-1]))
-    facts = shape, config.client[index].examples, experiment.classes, len(experiment.public or ())
+    facts = experiment.space.shape, config.client[index].examples, experiment.classes, len(experiment.public or ())
     for text in attacks:
         attack = experiment.attacks[text]
         simulated_client = client if attack.simulated_client == "full" else client.undefended_update()
-        found = list(declared(attack))
+        found = [*declared(attack), *experiment.space.unmet("data", getattr(attack, "needs", "numbers"))]
         found += (
             attack.problems(Prospect(simulated_client, *facts)) if isinstance(attack, CanRefuse) and not found else ()
         )

@@ -13,6 +13,7 @@ from gradveil.audit.result_rows import BASELINES, Row
 from gradveil.audit.run_directory import Run
 from gradveil.audit.threat_model import scope, threat_model, untried
 from gradveil.core.formatting import interval, listing, plural
+from gradveil.core.space import ExampleWords
 from gradveil.federated.training_groups import proven
 from gradveil.report import method, pareto, plots, trial_table
 from gradveil.report.defence_lines import defence_tables
@@ -104,6 +105,7 @@ def context(run: Run, costs: Costs | None = None) -> dict[str, Any]:
         "statuses": method.statuses(every, len(failed)),
         "missing": method.missing([t.info for t in run.trials], [r for row in rows for r in row.trial.records]),
         "budget": progress,
+        "words": every[0].words if every else ExampleWords(),
         **pareto.section(fronts, rows),
         "legend": legend(result, thresholds),
         **method.section(run.info, every, rows),
@@ -160,7 +162,7 @@ def _basis(rows: Sequence[Row]) -> str:
     title = next(iter(settings)) if len(settings) == 1 else f"{len(settings)} settings"
     labels = all(any(grant.startswith("targets:") for grant in row.info.get("grants", ())) for row in rows)
     images, attacks = max(row.images for row in rows), len({row.attack for row in rows if not row.is_control})
-    counted = [plural(images, "private image")] if images else []
+    counted = [plural(images, f"private {rows[0].words.noun}")] if images else []
     facts = [title, *(["labels known to the attacker"] if labels else []), *counted, plural(attacks, "attack")]
     return ", ".join(facts)
 
