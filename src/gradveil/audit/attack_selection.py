@@ -26,6 +26,7 @@ from gradveil.attacks.protocol import Active, Attack
 from gradveil.audit.audit_config import AUTO, RunConfig
 from gradveil.core.errors import GradveilError
 from gradveil.core.user_code import users
+from gradveil.data.registry import kind_of
 from gradveil.defences import entries, parse
 from gradveil.defences.entry import PLANTED
 from gradveil.runs.run_folder import digest
@@ -137,6 +138,9 @@ OF_BATCHES = ("unmix",)
 They apply to some models only. Where one does not, the others of `adaptive` attack without it.
 """
 
+OF_TEXTS = ("span-rank", "span", "embedding-rows")
+"""Attackers that `adaptive` stands for where examples are texts, whatever the defence."""
+
 WORDS = ADAPTIVE, MALICIOUS = "adaptive", "malicious"
 """The words of a run file for all attackers that aim at each defence: servers that are curious, or malicious."""
 _ANY_DEFENCE = ("portfolio", "learned")
@@ -232,12 +236,12 @@ def without_aim(attacks: Iterable[str]) -> list[str]:
 
 
 def attacks_against(
-    attacks: Iterable[str], defence: str, *, public: bool = True, batches: bool = False
+    attacks: Iterable[str], defence: str, *, public: bool = True, batches: bool = False, texts: bool = False
 ) -> Iterator[str]:
     """List the attacks that are run on this defence; its own attackers replace `adaptive` and `malicious`.
 
     Each attacker comes once. Without public data those that learn from such data are left out. Those of `OF_BATCHES`
-    come first where updates of `batches` are attacked.
+    come first where updates of `batches` are attacked, and those of `OF_TEXTS` replace `adaptive` for `texts`.
 
     >>> list(attacks_against(["ig", "r-gap on none"], "None")), list(attacks_against(["ig", "r-gap on none"], "dgp"))
     (['ig', 'r-gap'], ['ig'])
@@ -250,7 +254,8 @@ def attacks_against(
             yield text
             continue
         first = OF_BATCHES if batches and is_adaptive(aim(text).attack) else ()
-        for aimed in (*first, *_AIMED[_word(text)](defence)):
+        aims = OF_TEXTS if texts and is_adaptive(aim(text).attack) else (*first, *_AIMED[_word(text)](defence))
+        for aimed in aims:
             if make_name(aimed) not in known and (public or not _needs_public(aimed)):
                 known.add(make_name(aimed))
                 yield aimed
@@ -327,7 +332,8 @@ def control_attacks(config: RunConfig) -> list[str]:
 def met(config: RunConfig, defence: str) -> list[str]:
     """List the attacks of a run on one of its defences."""
     batches = any(client.examples > 1 for client in config.client)
-    return list(attacks_against(config.attacks, defence, batches=batches))
+    texts = config.observed is None and kind_of(config.data.name) == "texts"
+    return list(attacks_against(config.attacks, defence, batches=batches, texts=texts))
 
 
 def first_met(config: RunConfig, attack: str) -> str:

@@ -193,7 +193,7 @@ def _has(experiment: Experiment, kind: type) -> bool:
 
 def _one_image(experiment: Experiment, index: int) -> bool:
     settings = experiment.config.client[index]
-    return settings.examples == 1 and settings.local is None
+    return settings.examples == 1 and settings.local is None and "numbers" in experiment.space.offers
 
 
 def _shown(experiment: Experiment, index: int) -> InputEquations | None:

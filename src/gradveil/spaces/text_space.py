@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from gradveil.core.errors import Problem, refuse
-from gradveil.core.space import Space
+from gradveil.core.space import ExampleWords, Space
 from gradveil.metrics.text_similarity import disclosed, rouge_l, rouge_n
 
 
@@ -34,10 +34,12 @@ class TextSpace(Space):
     end: int | None = None
     continuation: str = "##"
 
-    kind: ClassVar[str] = "texts"
-    noun: ClassVar[str] = "sentence"
-    headline: ClassVar[str] = "tokens"
-    exactly: ClassVar[float] = 0.999
+    words: ClassVar[ExampleWords] = ExampleWords(
+        "texts", "sentence", "tokens", "tokens", "at least {threshold:.0%} of the tokens are in place", "shared words"
+    )
+    threshold: ClassVar[float] = 0.9
+    exactly: ClassVar[float] = 1.0
+    offers: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
     def __post_init__(self) -> None:
         """Raise with every problem of the length and the special tokens."""
@@ -51,7 +53,7 @@ class TextSpace(Space):
                 problems.append(Problem(f"space.{name}", what, "give the number of a token of the vocabulary"))
         refuse(problems)
 
-    def words(self, ids: Tensor) -> list[int]:
+    def tokens(self, ids: Tensor) -> list[int]:
         """Return the token numbers of a text without special tokens, up to its end."""
         special = {self.padding, self.start, self.end}
         numbers: list[int] = []
@@ -65,13 +67,34 @@ class TextSpace(Space):
     def text(self, ids: Tensor) -> str:
         """Return a text for people: pieces joined to words."""
         joined = ""
-        for number in self.words(ids):
+        for number in self.tokens(ids):
             token = self.vocabulary[number]
             if token.startswith(self.continuation):
                 joined += token.removeprefix(self.continuation)
             else:
                 joined += (" " if joined else "") + token
         return joined
+
+    def model_facts(self) -> Mapping[str, Any]:
+        """Return the number of words, the length of a text, and the number of padding."""
+        return {"vocabulary": len(self.vocabulary), "length": self.shape[0], "padding": self.padding}
+
+    def problems(self, inputs: Tensor) -> Iterator[Problem]:
+        """Find token numbers that are none of the vocabulary."""
+        if inputs.dtype.is_floating_point:
+            yield Problem("inputs", f"are {inputs.dtype}", "give token numbers: int64")
+        elif len(inputs) and not 0 <= int(inputs.min()) <= int(inputs.max()) < len(self.vocabulary):
+            what = f"hold {int(inputs.min())} to {int(inputs.max())}, and there are {len(self.vocabulary)} tokens"
+            yield Problem("inputs", what, "give numbers of the vocabulary's tokens")
+
+    def passes(self, similarity: Tensor, least: float) -> Tensor:
+        """Return which shares of tokens in place are at least `least`."""
+        return similarity >= least - 1e-6
+
+    def of_trial(self, candidates: Tensor, truths: Tensor) -> Mapping[str, Any]:
+        """Return the first sentences, as they are and as they were reconstructed."""
+        pairs = zip(candidates.flatten(0, 1)[:_SHOWN].long(), truths.flatten(0, 1)[:_SHOWN].long(), strict=True)
+        return {"sentences": [{"truth": self.text(t), "reconstruction": self.text(c)} for c, t in pairs]}
 
     def bounds(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the smallest and largest token number."""
@@ -101,7 +124,7 @@ class TextSpace(Space):
         """Compute tokens in place, tokens as a bag, exactness, ROUGE-1, 2 and L, and names and numbers disclosed."""
         candidates, truths = torch.broadcast_tensors(self.view(candidates), self.view(truths))
         rows = [
-            self._scores(self.words(one), self.words(other))
+            self._scores(self.tokens(one), self.tokens(other))
             for one, other in zip(candidates.reshape(-1, *self.shape), truths.reshape(-1, *self.shape), strict=True)
         ]
         names = ("tokens", "recall", "exact", "rouge1", "rouge2", "rougeL", "identifiers")
@@ -164,12 +187,14 @@ class TextSpace(Space):
         )
 
     def _pairs(self, candidates: Tensor, truths: Tensor, score) -> Tensor:
-        those, these = [self.words(x) for x in candidates], [self.words(x) for x in truths]
+        those, these = [self.tokens(x) for x in candidates], [self.tokens(x) for x in truths]
         return torch.tensor([[score(one, other) for other in these] for one in those], dtype=torch.float32).reshape(
             len(those), len(these)
         )
 
 
+_SHOWN = 32
+"""Sentences that a trial's record shows."""
 _COMPARED = 200
 """Texts with which each is compared to find the most typical."""
 

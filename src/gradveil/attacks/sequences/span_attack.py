@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -52,16 +52,17 @@ class SpanAttack(Checked):
     """Find the words of each position in the first layer's span, and their order in the second's."""
 
     name: str = "span"
-    ranked: bool = False
-    """Rank words also where the gradient fills the whole space, as it does with noise."""
+    ranked: Annotated[bool, "Rank words where the gradient fills the whole space, as it does with noise."] = False
     rows: Annotated[bool, "Use the word embedding's gradient, if it was sent, to shorten the lists of words."] = True
     shortlist: Annotated[int, Range(1), "Words per position that are ranked under noise."] = 24
     prior_weight: Annotated[float, Range(0), "Weight of public word pairs under noise; 0 needs no public texts."] = 0.1
 
+    needs: ClassVar[str] = "tokens"
+
     @property
     def simulated_client(self) -> Literal["naive", "full"]:
-        """Spans hold for any client; no defence is simulated."""
-        return "naive"
+        """Membership ignores defences; ranking expects noise, and completes what pruning removed."""
+        return "full" if self.ranked else "naive"
 
     @property
     def knowledge(self) -> Mapping[str, How]:
@@ -95,7 +96,7 @@ class SpanAttack(Checked):
             ranks.append(float(one.rank))
             proofs.append(float(sum(s.proved for s in sentences)))
         inputs, costs = torch.stack(texts), torch.tensor(costs)
-        targets = _targets(seen, simulated_client, knowledge, inputs)
+        targets = token_targets(seen, simulated_client, knowledge, inputs)
         result = in_closed_form(inputs, targets, costs, torch.isfinite(costs), began, progress)
         width = simulated_client.model.layout.word_table(seen.params).shape[1]  # type: ignore[union-attr]
         remarks = (
@@ -108,6 +109,11 @@ class SpanAttack(Checked):
         if not self.ranked or not self.prior_weight or knowledge.public is None:
             return None
         return word_pairs(knowledge.public.inputs.long(), len(space.vocabulary), space.padding)
+
+
+def span_rank() -> SpanAttack:
+    """Return the attack that ranks words under noise."""
+    return SpanAttack("span-rank", ranked=True)
 
 
 @dataclass
@@ -290,7 +296,7 @@ def token_problems(client: Client, name: str) -> Iterator[Problem]:
 def text_space(knowledge: Knowledge) -> TextSpace:
     """Return the space of the texts; refuse other kinds."""
     if not isinstance(knowledge.space, TextSpace):
-        what = f"recovers texts, and the examples are {knowledge.space.kind}"
+        what = f"recovers texts, and the examples are {knowledge.space.words.plural}"
         raise fail("attack", what, "choose an attack for this kind of examples")
     return knowledge.space
 
@@ -318,7 +324,7 @@ def _difference(one: Tensor, other: Tensor) -> float:
     return 1 - same / max(len(one), len(other))
 
 
-def _targets(seen: Observation, client: Client, knowledge: Knowledge, inputs: Tensor) -> Tensor:
+def token_targets(seen: Observation, client: Client, knowledge: Knowledge, inputs: Tensor) -> Tensor:
     """Return the granted labels, or those that the last bias proves for the recovered texts.
 
     The bias's gradient of class c is mean(p_c) - n_c / B, and the model computes p for the texts.
