@@ -35,7 +35,7 @@ from gradveil.spaces.text_space import TextSpace
 
 MEMBER = 3e-5
 """Largest residual of a member of the first layer's span; true tokens lie at 1e-7 to 1e-5."""
-_SCHEDULE = ((8, 12), (16, 32), (64, 128))
+_SCHEDULE = ((8, 12), (16, 32), (24, 64))
 """Width of the beam and words per position, tried in this order until a sentence is proved."""
 _CAUSAL = ((256, 1024),)
 """Prefixes of causal texts are tested exactly, so that one wide beam finds all texts."""

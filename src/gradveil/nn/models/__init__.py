@@ -18,7 +18,6 @@ from gradveil.core.user_code import imported
 from gradveil.nn.initial_weights import drawing_from, initialise
 from gradveil.nn.models.libraries import LIBRARIES, Wanted, build_of_library
 from gradveil.nn.models.mlp import mlp
-from gradveil.nn.models.parts import Network
 from gradveil.nn.models.resnet import resnet18, resnet20, resnet32, resnet34
 from gradveil.nn.models.small_cnn import cnn6, convnet, lenet_zhu, mnist_cnn_glaus, mnist_conv, scheliga_cnn
 from gradveil.nn.models.tabular import tabular_mlp, tabular_resnet
@@ -31,7 +30,7 @@ from gradveil.nn.models.vit import vit
 class ModelEntry:
     """One model: `factory(*, channels, size, classes, norm, groups, activation, ...)`, description and citation."""
 
-    factory: Callable[..., Network]
+    factory: Callable[..., nn.Module]
     description: str
     citation: str
 
