@@ -39,6 +39,8 @@ _SCHEDULE = ((8, 12), (16, 32), (24, 64))
 """Width of the beam and words per position, tried in this order until a sentence is proved."""
 _CAUSAL = ((256, 1024),)
 """Prefixes of causal texts are tested exactly, so that one wide beam finds all texts."""
+_MOST = 1024
+"""Members per position that are listed without a bag of words."""
 _RANKED = 16
 """Width of the beam under noise."""
 _LABELS = 10
@@ -128,6 +130,7 @@ class _Client:
     space: TextSpace
     prior: LogPrior | None
     rank: int = 0
+    listed: tuple[TokenSpan, Candidates] | None = None
 
     def __post_init__(self) -> None:
         model = self.simulated_client.model
@@ -192,15 +195,13 @@ class _Client:
     def _search(self, span: TokenSpan, examples: int, beam: int, kept: int) -> SentenceSearch:
         """Return the search among members of the first layer's span."""
         rows = self._rows(examples)
-        length = self.space.shape[0] if rows is None or rows.length is None else rows.length
         bag = None if rows is None else rows.bag
-        most = len(bag) if bag is not None else 1024
-        listed = rank_words(self.model, self.layout, self.params, span, length, most, bag)
+        listed = self._members(span, rows)
         costs = torch.where(listed.residuals < MEMBER, listed.residuals, torch.inf)
         order = costs
         if rows is not None and rows.shares is not None:
             assert bag is not None
-            shares = rows.shares.gather(1, torch.searchsorted(bag, listed.words))
+            shares = rows.shares[: len(listed.words)].gather(1, torch.searchsorted(bag, listed.words))
             # The share of a position's row stands for a residual: words that occur once have all of it.
             order = torch.where(torch.isfinite(costs), 1 / shares.clamp(0.02, 1), torch.inf)
             costs = order.sqrt() / 100
@@ -208,6 +209,15 @@ class _Client:
         costs = torch.where((order <= worst) | (listed.words == self.space.end), costs, torch.inf)
         costs = torch.where(torch.isfinite(order), costs, torch.inf)
         return self._searching(Candidates(listed.words, costs), examples, beam, None)
+
+    def _members(self, span: TokenSpan, rows: WordRows | None) -> Candidates:
+        """Return the words near the first layer's span, computed once per span."""
+        if self.listed is None or self.listed[0] is not span:
+            length = self.space.shape[0] if rows is None or rows.length is None else rows.length
+            bag, most = (None, _MOST) if rows is None else (rows.bag, len(rows.bag))
+            found = rank_words(self.model, self.layout, self.params, span, length, most, bag, MEMBER)
+            self.listed = span, found
+        return self.listed[1]
 
     def _searching(self, candidates: Candidates, examples: int, beam: int, prior: LogPrior | None) -> SentenceSearch:
         return SentenceSearch(

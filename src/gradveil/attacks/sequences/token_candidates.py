@@ -40,8 +40,12 @@ def rank_words(
     positions: int,
     kept: int,
     bag: Tensor | None = None,
+    member: float | None = None,
 ) -> Candidates:
-    """Rank the vocabulary, or a bag of words [n], at each position by its residual, and keep the best `kept`."""
+    """Rank the vocabulary, or a bag of words [n], at each position by its residual, and keep the best `kept`.
+
+    With a largest residual of members, positions behind the longest text, which have no member, are left out.
+    """
     words = torch.arange(len(layout.word_table(params))) if bag is None else bag
     best, rows = [], []
     for position in range(positions):
@@ -52,6 +56,8 @@ def rank_words(
         residuals = torch.cat(parts)
         residuals = torch.where(words.to(residuals.device) == layout.padding, torch.inf, residuals)
         least = residuals.topk(min(kept, len(residuals)), largest=False)
+        if member is not None and position and float(least.values[0]) > member:
+            break
         best.append(least.values)
         rows.append(words.to(residuals.device)[least.indices])
         if layout.positions is None:  # rotary positions: the first layer sees one bag
