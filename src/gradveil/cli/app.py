@@ -13,6 +13,7 @@ import typer
 import gradveil
 from gradveil.cli.audit_command import audit
 from gradveil.cli.check_command import check
+from gradveil.cli.epsilon_audit_command import audit_epsilon
 from gradveil.cli.figure_command import figure
 from gradveil.cli.list_command import tables
 from gradveil.cli.paper_command import paper
@@ -99,6 +100,14 @@ app.command(
         "gradveil bound study.toml --target-clients 4 --json",
     )
 )(bound)
+app.command(
+    name="audit-epsilon",
+    epilog=_examples(
+        'gradveil audit-epsilon faces --defence "dp(clip=1, sigma=1)"',
+        'gradveil audit-epsilon faces --defence "dp(clip=1, sigma=1)" --deployed --replays 200',
+        'gradveil audit-epsilon faces --defence "dp(clip=1, sigma=1)" --canaries 200 --json',
+    ),
+)(audit_epsilon)
 search.command(
     name="ats",
     epilog=_examples(
