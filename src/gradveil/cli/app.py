@@ -18,7 +18,7 @@ from gradveil.cli.figure_command import figure
 from gradveil.cli.list_command import tables
 from gradveil.cli.paper_command import paper
 from gradveil.cli.privacy_commands import account, bound, create_ledger, ledger, show_ledger
-from gradveil.cli.results_commands import report, summary
+from gradveil.cli.results_commands import assure, report, summary
 from gradveil.cli.search_command import ats, search
 from gradveil.cli.train_command import train
 from gradveil.core.errors import INTERRUPTED, GradveilError, grouped
@@ -59,6 +59,12 @@ app.command(
     )
 )(train)
 app.command(epilog=_examples("gradveil report runs/faces"))(report)
+app.command(
+    epilog=_examples(
+        "gradveil assure runs/faces",
+        'gradveil assure runs/faces --defence "dp(clip=1, sigma=2)" --epsilon-audit epsilon.json --out signed',
+    )
+)(assure)
 app.command(
     epilog=_examples(
         "gradveil summary runs/faces --json",
