@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from gradveil.core.formatting import plural
+from gradveil.data.registry import kind_of
 from gradveil.federated.training_config import (
     Count,
     DataConfig,
@@ -17,6 +18,7 @@ from gradveil.federated.training_config import (
     Section,
 )
 from gradveil.runs.run_folder import digest
+from gradveil.spaces import TableSpace
 from gradveil.theory.accounting import Participation
 
 FREE = ("control", "cost")
@@ -42,18 +44,17 @@ class ClientConfig(Section):
         summed = f", sum of {self.members}" if self.members > 1 else ""
         return f"{f'local {self.local.words(self.batch)}' if self.local else 'gradient'}{only}{summed}"
 
-    @property
-    def words(self) -> str:
+    def update_of(self, noun: str) -> str:
         """Describe what the server receives: what an update is computed from, and over how many clients it is summed.
 
-        >>> ClientConfig().words
+        >>> ClientConfig().update_of("image")
         'one gradient of 1 image'
-        >>> ClientConfig(batch=2, members=4, trainable=["head.*"]).words
+        >>> ClientConfig(batch=2, members=4, trainable=["head.*"]).update_of("image")
         'the sum over 4 clients of one gradient of 2 images (of head.* alone) each'
         """
         alone = f" (of {' '.join(self.trainable)} alone)" if self.trainable else ""
         trains = f"local training ({self.local.words(self.batch)}) on" if self.local else "one gradient of"
-        one = f"{trains} {plural(self.batch, 'image')}{alone}"
+        one = f"{trains} {plural(self.batch, noun)}{alone}"
         return f"the sum over {self.members} clients of {one} each" if self.members > 1 else one
 
     @property
@@ -168,8 +169,8 @@ class RunConfig(Section):
     target_images: Literal["test", "client"] = "test"
     """`test`: the target clients hold the first images of the test split. `client`: random training images that one of
     ten clients holds, drawn by the first seed."""
-    threshold: Annotated[float, Field(gt=-1, lt=1)] = 0.5
-    """SSIM above which an image counts as recovered."""
+    threshold: Annotated[float, Field(gt=-1, le=1)] = 0.5
+    """SSIM above which an image counts as recovered; of a table, the share of cells with which a row does (0.9)."""
     rounds: Count = 1
     """Rounds that the attacker observes. Every target client takes part in every round with the same examples."""
     server_lr: Annotated[float, Field(ge=0)] | None = None
@@ -226,6 +227,15 @@ class RunConfig(Section):
     @classmethod
     def _no_budget(cls, value: Any) -> Any:
         return None if isinstance(value, str) and value.strip().lower() == "none" else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _threshold_of_the_kind(cls, value: Any) -> Any:
+        """Take another default for rows: their headline score is another one."""
+        data: Any = value.get("data") if isinstance(value, dict) else None
+        name: Any = data.get("name") if isinstance(data, dict) else getattr(data, "name", None)
+        unset = isinstance(value, dict) and value.get("threshold") is None and isinstance(name, str)
+        return {**value, "threshold": TableSpace.threshold} if unset and kind_of(name) == "rows" else value
 
     @model_validator(mode="before")
     @classmethod

@@ -139,7 +139,8 @@ class Guessing:
             if int(members.sum()) < ALIKE:
                 members = torch.ones_like(members)
             weights[members] += count / int(members.sum())
-        passes = found.similarity > (self.public.space.exactly if exact else self.threshold)
+        space = self.public.space
+        passes = space.passes(found.similarity, space.exactly if exact else self.threshold)
         curve = _cover(passes, found.places, weights)
         return curve[min(counts.total(), len(curve)) - 1]
 
@@ -181,7 +182,7 @@ class Guessing:
         return self._fields[label]
 
     def _pairs(self) -> int:
-        return PAIRS * 1024 // math.prod(self.public.space.shape) // self.classes
+        return PAIRS * 1024 // math.prod(self.public.space.view_shape) // self.classes
 
 
 class NamingChance(NamedTuple):
@@ -272,7 +273,8 @@ def _compare(public: Dataset, overall: Tensor, threshold: float, pairs: int, of:
     places = torch.cat([guesses, torch.full((len(averaged),), -1)])
     similarity = torch.cat([alike, averaged])
     even = torch.ones(len(tested), dtype=torch.double)
-    chances, exactly = (tuple(_cover(similarity > least, places, even)) for least in (threshold, space.exactly))
+    levels = threshold, space.exactly
+    chances, exactly = (tuple(_cover(space.passes(similarity, least), places, even)) for least in levels)
     return _Field(tested, public.targets[: len(tested)], space.average(views), similarity, places, chances, exactly, of)
 
 
@@ -348,6 +350,7 @@ class Test:
     p: float
     adjusted: float
     """The p-value after Holm's correction for all attackers and criteria of the verdict."""
+    noun: str = "image"
 
     @property
     def hits_half(self) -> bool:
@@ -412,7 +415,7 @@ def _test(row: Row, name: str) -> Test | None:
     masses = [added(counts(images, known, together)) for together in range(1, most + 1)]
     expected = sum(count * share for count, share in enumerate(masses[0]))
     p = max(upper_tail(mass, observed) for mass in masses)
-    return Test(row.attack, row.number, name, observed, len(images), expected, p, p)
+    return Test(row.attack, row.number, name, observed, len(images), expected, p, p, row.words.noun)
 
 
 class _ScoredImage(NamedTuple):

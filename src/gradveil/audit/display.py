@@ -18,11 +18,12 @@ from rich.text import Text
 from gradveil.attacks.protocol import Progress
 from gradveil.audit.attack_check import descent, examine
 from gradveil.audit.attack_selection import TrialAddress
-from gradveil.audit.result_rows import Row, summarise
+from gradveil.audit.result_rows import Row, summarise, words_of
 from gradveil.audit.run_directory import UNFIT, Trial
 from gradveil.audit.threat_model import unknown_to_all
 from gradveil.core.errors import Problem
 from gradveil.core.formatting import DASH, duration, interval, listing, number, percent, plural
+from gradveil.core.space import ExampleWords
 
 _LINE_SECONDS = 20.0
 """Plain output: at most one line of progress in this time."""
@@ -145,8 +146,9 @@ class Screen:
         summary = summarise(result)
         if result.unscored is not None:
             return text.append(f": no score, {descent(Row(0, result))}, {duration(summary['seconds'])}")
+        words = words_of(result.info)
         told = (
-            f": {percent(summary['asr'])} recovered, SSIM {_fixed(summary['ssim_mean'], 2)}, "
+            f": {percent(summary['asr'])} recovered, {words.metric} {_fixed(summary[f'{words.headline}_mean'], 2)}, "
             f"{duration(summary['seconds'])}"
         )
         return text.append(told, style="default")
@@ -232,7 +234,9 @@ def result_table(trials: Sequence[Trial]) -> Table:
     table.add_column("attacker", no_wrap=True)
     further = list(dict.fromkeys(str(name) for trial in trials for name in trial.info.get("metrics") or ()))
     usual = (*(("accuracy",) if trained else ()), "recovered", "95% CI", "baseline")
-    for header in (*usual, "SSIM", *further, "PSNR", "distance"):
+    words = words_of(trials[0].info) if trials else ExampleWords()
+    pictured = words == ExampleWords()
+    for header in (*usual, words.metric, *further, *(("PSNR",) if pictured else ()), "distance"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("attack check", no_wrap=True)
     order = list(dict.fromkeys(trial.info["defence"] for trial in trials if not trial.info.get("control")))
@@ -253,16 +257,16 @@ def result_table(trials: Sequence[Trial]) -> Table:
         kind = rows[id(trial)].attacker
         where.append(DASH if kind == "undefended" else kind)
         if trial.unscored is not None:
-            table.add_row(*where, *[DASH] * (6 + len(further)), Text(descent(rows[id(trial)])))
+            table.add_row(*where, *[DASH] * (5 + pictured + len(further)), Text(descent(rows[id(trial)])))
             continue
         numbers = (
             *((percent(row["accuracy"]),) if trained else ()),
             percent(row["asr"]),
             interval(row["asr_low"], row["asr_high"]),
             percent(rows[id(trial)].baseline),
-            _with_spread(row["ssim_mean"], row["ssim_std"]),
+            _with_spread(row[f"{words.headline}_mean"], row[f"{words.headline}_std"]),
             *(_fixed(row.get(f"{name}_mean"), 3) for name in further),
-            _fixed(row["psnr_mean"], 1),
+            *((_fixed(row["psnr_mean"], 1),) if pictured else ()),
             _distance(trial, row["distance"]),
         )
         health = examine(rows[id(trial)], [*rows.values()])

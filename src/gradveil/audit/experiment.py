@@ -21,7 +21,7 @@ from gradveil.core.noise import Key
 from gradveil.core.space import Space
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
-from gradveil.core.types import Batch, Domain, Loss
+from gradveil.core.types import Batch, Domain, Loss, placed
 from gradveil.data import Dataset
 from gradveil.defences import Defence, parse
 from gradveil.federated.training_setup import TrainingSetting
@@ -94,7 +94,7 @@ class Experiment:
         if self.public is None and after:
             raise fail("data", "has no public images, to which this defence fits its noise", "choose data that has")
         if self.public is not None and (after or any(transform.needs_public for transform in defended.batch)):
-            public, labels = self.public.inputs.to(self.config.device, self.dtype), self.public.targets
+            public, labels = placed(self.public.inputs, self.config.device, self.dtype), self.public.targets
             domain = replace(self.domain, public=public, labels=labels.to(self.config.device))
             return replace(defended, domain=domain)
         return defended
@@ -148,7 +148,7 @@ class Experiment:
     def classes(self) -> int:
         """How many classes there are to who sees the model, which may have more outputs than the data have labels."""
         net = self.model(self.config.seeds[0]).to("cpu", self.dtype)
-        return count_classes(net, self.private.inputs[:1].to(self.dtype), len(self.private.classes))
+        return count_classes(net, placed(self.private.inputs[:1], "cpu", self.dtype), len(self.private.classes))
 
     def examples(self, index: int, numbers: Sequence[int], seed: int | None = None) -> Tensor:
         """Return the places [V, B] of the targets' examples, as a seed deals them; None stands for the run's first."""
@@ -158,9 +158,9 @@ class Experiment:
 
     def batch(self, places: Tensor) -> Batch:
         """Return the examples at these places [V, B] in the model's space."""
-        inputs = self.private.inputs[places].to(self.config.device, self.dtype)
+        inputs = placed(self.private.inputs[places], self.config.device, self.dtype)
         return Batch(inputs, self.private.targets[places].to(self.config.device))
 
     def views(self, inputs: Tensor) -> Tensor:
         """Turn what a model takes into what people see, on the CPU."""
-        return self.space.view(inputs.detach().cpu().to(torch.float64))
+        return self.space.view(placed(inputs.detach(), "cpu", torch.float64))

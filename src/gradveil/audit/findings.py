@@ -15,6 +15,7 @@ from rich.text import Text
 
 from gradveil.audit.attack_check import STATES, coincidence, examine
 from gradveil.audit.attack_selection import ATTACKERS, canonical
+from gradveil.audit.attackers.run_attackers import untested
 from gradveil.audit.audit_config import AUTO
 from gradveil.audit.baselines import baseline, risk_of
 from gradveil.audit.defence_costs import Costs, DefenceCost, costs_of
@@ -23,7 +24,6 @@ from gradveil.audit.error_bound import recovery_sentence
 from gradveil.audit.recommendation import MissingVerdict, Recommendation, recommend
 from gradveil.audit.result_rows import Row, TrialSetting, short_names, summarise
 from gradveil.audit.run_directory import UNFIT, Run, Trial
-from gradveil.audit.run_warnings import untested
 from gradveil.audit.threat_model import scope, threat_model, untried
 from gradveil.audit.verdict import LEVELS, Level, Verdict, verdicts
 from gradveil.core.formatting import DASH, duration, interval, listing, percent, plural, size
@@ -348,8 +348,9 @@ def explained(found: Findings) -> Iterator[str]:
     for level, (label, meaning) in LEVELS.items():
         if level in levels:
             yield f"{label}: {meaning}."
-    yield "Identifiable: images recovered and nearest to their own among all private images, with a 95% interval."
-    yield "Baseline: the share of identifiable images that the best guess, which sees no update, is expected to reach."
+    some = found.finished[0].words.plural if found.finished else "images"
+    yield f"Identifiable: {some} recovered and nearest to their own among all private {some}, with a 95% interval."
+    yield f"Baseline: the share of identifiable {some} that the best guess, which sees no update, is expected to reach."
     yield "Risk: the rate beyond baseline and mismatch control, as a share of what was left to gain, with its interval."
     states = {examine(row, found.finished).state for row in found.finished}
     for state, (label, meaning) in STATES.items():
@@ -558,8 +559,8 @@ def trained_on(found: Findings) -> Iterator[str]:
         if mine:
             most = max(mine, key=lambda test: test.observed)
             yield (
-                f"{verdict.defence}: {most.observed} of {most.images} images recovered as the client trained on them "
-                f"({most.attack}); guessing is expected to reach {most.expected:.2g}."
+                f"{verdict.defence}: {most.observed} of {most.images} {most.noun}s recovered as the client trained on "
+                f"them ({most.attack}); guessing is expected to reach {most.expected:.2g}."
             )
 
 
@@ -595,7 +596,7 @@ def definitions(found: Findings, config: Mapping[str, Any]) -> Iterator[str]:
     if rows:
         yield f"Threat model: {threat_model(rows, config)}"
     if any(row.images for row in rows):
-        yield f"Recovered: SSIM to the true image above {threshold:g}."
+        yield f"Recovered: {rows[0].words.recovered(threshold)}."
     yield from explained(found)
     if any(row.attacker == "informed" for row in rows):
         yield "Rates of informed attackers are upper bounds, no part of a verdict."

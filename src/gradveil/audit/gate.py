@@ -219,7 +219,7 @@ def _of_few_clients(row: Row, accepted: Sequence[Accepted]) -> bool:
 
 
 def _few_clients(one: CountedSetting) -> str:
-    images, clients = plural(one.row.images, "image"), plural(len(one.row.trial.records), "client")
+    images, clients = one.row.counted(one.row.images), plural(len(one.row.trial.records), "client")
     return (
         f"{called(one.row)}: {images} of only {clients}, whose updates were each defended once. "
         f"Attack at least {ENOUGH} clients: --target-clients {ENOUGH}."
@@ -280,7 +280,7 @@ def _too_few(one: CountedSetting, limit: float) -> str:
     enough = "No number of images shows a rate of 0."
     if needed is not None:
         enough = f"With none recovered, {needed} images show {percent(limit)}: --target-clients {needed}."
-    count = f"{one.hits} of {plural(one.row.images, 'image')} {one.criterion}"
+    count = f"{one.hits} of {one.row.counted(one.row.images)} {one.criterion}"
     return f"{called(one.row)}: {count}, and the 95% interval reaches {percent(one.upper)}. {enough}"
 
 

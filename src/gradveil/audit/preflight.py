@@ -12,7 +12,7 @@ from torch import nn
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.protocol import Attack, CanRefuse, Prospect
 from gradveil.audit.argument_checks import declared
-from gradveil.audit.attack_selection import OF_BATCHES, UNDEFENDED, WORDS, control_attacks, met, without_aim
+from gradveil.audit.attack_selection import UNDEFENDED, WORDS, control_attacks, met, without_aim
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.recorded.recorded_updates import observed_images, open_observed
@@ -31,9 +31,6 @@ from gradveil.nn import surgery
 from gradveil.nn.check import check
 from gradveil.nn.module_paths import called
 from gradveil.nn.weight_files import misfits, read_weights
-
-SMALLEST = 11
-"""Pixels a side: SSIM's window."""
 
 
 def model_problems(experiment: Experiment) -> list[Problem]:
@@ -75,8 +72,7 @@ def obstacles(experiment: Experiment) -> Obstacles:
     """Find out before the first trial what would stop a later one: sizes, models, defended clients, attacks.
 
     An attack that was asked for by name and fits some of the defended clients leaves the others out; attackers that
-    stand for `adaptive` have to fit, for a verdict counts on them; but those of batches are for some models only, and
-    `adaptive` does without them, as long as somebody is left. Where updates were recorded, of
+    stand for `adaptive` have to fit, for a verdict counts on them. Where updates were recorded, of
     apps that share no public images, attackers may lack what they need: they are left out, as long as somebody is left.
     """
     found = list(_obstacles(experiment))
@@ -92,8 +88,7 @@ def obstacles(experiment: Experiment) -> Obstacles:
             problems.append(each)
         elif each.problems and (each.attack in fits or _spared(experiment, each, attacked)):
             unfit[each[:3]] = "; ".join(f"{p.what} -> {p.remedy}" for p in each.problems)
-            if each.attack not in OF_BATCHES:
-                problems += (replace(p, severity="warning") for p in each.problems)
+            problems += (replace(p, severity="warning") for p in each.problems)
         else:
             problems += each.problems
     if not any(problem.severity == "error" for problem in problems):
@@ -113,11 +108,9 @@ def _unfit_controls(experiment: Experiment) -> dict[tuple[int, str, str], str]:
 
 
 def _spared(experiment: Experiment, each: _Meeting, attacked: set[tuple[int, str]]) -> bool:
-    """Say whether a run can do without an attacker: one of batches, or, on recorded updates, any of `adaptive`."""
-    if each[:2] not in attacked:
-        return False
+    """Say whether a run can do without an attacker: on recorded updates, any of `adaptive`, if others are left."""
     named = each.attack in without_aim(experiment.config.attacks)
-    return not named and (each.attack in OF_BATCHES or not experiment.source.simulated)
+    return each[:2] in attacked and not named and not experiment.source.simulated
 
 
 def _obstacles(experiment: Experiment) -> Iterator[Problem | _Meeting]:
@@ -128,17 +121,16 @@ def _obstacles(experiment: Experiment) -> Iterator[Problem | _Meeting]:
             metric(name)
         except GradveilError as error:
             yield from (replace(p, where=f"metrics: {p.where}") for p in error.problems)
-    if min(experiment.private.inputs.shape[-2:]) < SMALLEST:
-        what = f"images are {' x '.join(str(side) for side in experiment.private.inputs.shape[-2:])} pixels"
-        yield Problem("data.size", f"{what}, and SSIM needs {SMALLEST}", f"resize them to at least {SMALLEST} pixels")
+    yield from experiment.space.unscored()
     if config.images_needed > available:
         size = max(client.examples for client in config.client)
         what = (
             f"{config.target_clients} clients from number {config.first_target_client} with {size} examples each need "
         )
+        some = experiment.space.words.plural
         which = _TARGETS[config.target_images]
         which = f"those that are {experiment.private.classes[0]}s" if available < len(experiment.private) else which
-        what += f"{config.images_needed} images, '{config.data.name}' has {available} for targets: {which}"
+        what += f"{config.images_needed} {some}, '{config.data.name}' has {available} for targets: {which}"
         remedy = (
             f"lower target clients, first_target_client or client.batch; at most {available // size} target clients"
         )
@@ -219,15 +211,14 @@ def _meetings(
     experiment: Experiment, index: int, defence: str, attacks: Sequence[str], client: Client, where: str
 ) -> Iterator[_Meeting]:
     """Ask the attacks on a defended client what stands in their way."""
-    data, config = experiment.private, experiment.config
+    config = experiment.config
     batch = experiment.batch(experiment.examples(index, range(1)))
     first = Batch(batch.inputs[0], batch.targets[0])
-    shape = (data.channels, int(data.inputs.shape[-2]), int(data.inputs.shape[-1]))
-    facts = shape, config.client[index].examples, experiment.classes, len(experiment.public or ())
+    facts = experiment.space.shape, config.client[index].examples, experiment.classes, len(experiment.public or ())
     for text in attacks:
         attack = experiment.attacks[text]
         simulated_client = client if attack.simulated_client == "full" else client.undefended_update()
-        found = list(declared(attack))
+        found = [*declared(attack), *experiment.space.unmet("data", getattr(attack, "needs", "numbers"))]
         found += (
             attack.problems(Prospect(simulated_client, *facts)) if isinstance(attack, CanRefuse) and not found else ()
         )

@@ -154,7 +154,7 @@ def _use(
 ) -> Recommendation:
     worst = best.worst
     assert worst is not None  # "not broken" is the level of scored trials alone
-    count = f"{worst.identifiable} of {plural(worst.images, 'image')} (95% CI {interval(*worst.interval)})"
+    count = f"{worst.identifiable} of {worst.best.counted(worst.images)} (95% CI {interval(*worst.interval)})"
     within = "within the budget, " if best.limited else ""
     sentences = [f"Use {best.name}: {within}attackers recover and identify {count}.", *_costs(best, command)]
     sentences.append(_compared(best, others, defended))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from gradveil.audit.attack_selection import Attacker, Method
 from gradveil.audit.run_directory import UNFIT, Trial
 from gradveil.core.formatting import plural
+from gradveil.core.space import ExampleWords
 from gradveil.metrics import wilson
 
 
@@ -34,6 +35,7 @@ def summarise(trial: Trial) -> dict[str, Any]:
     training, pruned = info.get("training") or {}, info.get("pruned") or {}
     images = [image for record in records for image in record.get("per_image", ())]
     successes = sum(image["success"] for image in images)
+    headline = words_of(info).headline
     limit = watched_limit(info)
     low, high = wilson(successes, len(images)) if images else (None, None)
     statuses: dict[str, int] = {}
@@ -47,8 +49,8 @@ def summarise(trial: Trial) -> dict[str, Any]:
         "asr": successes / len(images) if images else None,
         "asr_low": low,
         "asr_high": high,
-        "ssim_mean": _mean(images, "ssim"),
-        "ssim_std": _spread(images, "ssim"),
+        f"{headline}_mean": _mean(images, headline),
+        f"{headline}_std": _spread(images, headline),
         "psnr_mean": _mean(images, "psnr"),
         "mse_mean": _mean(images, "mse"),
         **{f"{name}_mean": _mean(images, name) for name in info.get("metrics", ())},
@@ -82,6 +84,11 @@ def summarise(trial: Trial) -> dict[str, Any]:
         "unscored": trial.unscored,
         "notes": "; ".join(info.get("notes", ())),
     }
+
+
+def words_of(info: Mapping[str, Any]) -> ExampleWords:
+    """Return what a trial calls its examples."""
+    return ExampleWords(**info.get("examples") or {})
 
 
 def watched_limit(info: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -164,10 +171,11 @@ class BudgetPoint(NamedTuple):
     """How good an attack's answer was after so many iterations of each restart."""
 
     iterations: int
-    ssim: float | None
+    score: float | None
+    """The mean of the score that decides recovery."""
     asr: float | None
-    ssim_std: float | None = None
-    """The standard deviation over images; None where the run does not have it."""
+    spread: float | None = None
+    """Its standard deviation over examples; None where the run does not have it."""
 
 
 class TrainedOnCounts(NamedTuple):
@@ -294,9 +302,28 @@ class Row:
         return {(target_client, place): bool(scores["success"]) for target_client, place, scores in self.scores()}
 
     @cached_property
-    def ssims(self) -> list[float]:
-        """The SSIM of every image that has one."""
-        return [float(scores["ssim"]) for _, _, scores in self.scores() if scores.get("ssim") is not None]
+    def words(self) -> ExampleWords:
+        """What its examples are called, and the score that decides recovery."""
+        return words_of(self.info)
+
+    def counted(self, number: int) -> str:
+        """Count examples in words.
+
+        >>> Row(0, Trial({}, [])).counted(2)
+        '2 images'
+        """
+        return plural(number, self.words.noun)
+
+    @property
+    def headline(self) -> float | None:
+        """The mean of the score that decides recovery."""
+        return self.mean(self.words.headline)
+
+    @cached_property
+    def headlines(self) -> list[float]:
+        """The score that decides recovery, of every example that has one."""
+        name = self.words.headline
+        return [float(scores[name]) for _, _, scores in self.scores() if scores.get(name) is not None]
 
     @property
     def images(self) -> int:
@@ -366,21 +393,22 @@ class Row:
     @cached_property
     def curve(self) -> tuple[BudgetPoint, ...]:
         """Quality against budget, the final answer last; empty for an attack that does not iterate."""
-        noted = self.info.get("trace") or ()
+        noted, of = self.info.get("trace") or (), self.words.headline
         passed = [
-            BudgetPoint(int(spot["iterations"]), spot["ssim_mean"], spot["asr"], spot.get("ssim_std")) for spot in noted
+            BudgetPoint(int(spot["iterations"]), spot.get(f"{of}_mean"), spot["asr"], spot.get(f"{of}_std"))
+            for spot in noted
         ]
         if not passed:
             return ()
         # Half of the budget is noted last, rounded down; whoever used all of it says how much it was.
         used = max((int(record.get("iterations") or 0) for record in self.trial.records), default=0)
-        spread = pstdev(self.ssims) if self.ssims else None
-        return (*passed, BudgetPoint(max(2 * passed[-1].iterations, used), self.mean("ssim"), self.asr, spread))
+        spread = pstdev(self.headlines) if self.headlines else None
+        return (*passed, BudgetPoint(max(2 * passed[-1].iterations, used), self.headline, self.asr, spread))
 
     @property
     def last_doubling(self) -> float | None:
-        """What the second half of the budget added to the mean SSIM."""
-        ends = [spot.ssim for spot in self.curve[-2:]]
+        """What the second half of the budget added to the mean score."""
+        ends = [spot.score for spot in self.curve[-2:]]
         return ends[1] - ends[0] if len(ends) == 2 and ends[0] is not None and ends[1] is not None else None
 
     @property

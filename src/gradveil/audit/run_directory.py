@@ -74,6 +74,7 @@ class _AuditInfo(StoredRun):
     share: Annotated[int, Field(ge=1)]
     sharing: dict[str, list[Count]] = Field(default={})
     warnings: list[str] = Field(default=[])
+    untried: list[str] = Field(default=[])
     packages: dict[str, str] = Field(default={})
     machine: dict[str, str | int | None] = Field(default={})
 
@@ -85,7 +86,7 @@ AUDIT = RunKind(
     restore="put a copy of the file back, or audit again with --fresh, which removes the results",
     free=FREE,
     folders=(TRIALS, PLANS, TRAINING),
-    grows=("sharing", "warnings"),
+    grows=("sharing", "warnings", "untried"),
 )
 """The folder of an audit."""
 
@@ -105,6 +106,7 @@ class _Address(StoredPart):
     defence_title: str = ""
     changes: list[str]
     undefended: bool
+    examples: dict[str, Any] | None = None
     recorded_defence: str | None = None
     attack: str
     attack_title: str = ""
@@ -164,7 +166,7 @@ class _RecoveryBound(StoredPart):
 class _Point(StoredPart):
     iterations: Count
     asr: Share
-    ssim_mean: float | None
+    ssim_mean: float | None = None
     ssim_std: float | None = None
 
 
@@ -230,13 +232,8 @@ class _Expected(StoredPart):
     gallery: Count = 0
 
 
-class _ImageScores(StoredPart):
+class _Scores(StoredPart):
     success: Annotated[int, Field(ge=0, le=1)]
-    mse: Amount
-    psnr: float
-    ssim: float
-    ssim_transformed: float | None = None
-    lpips: float | None = None
     exact: bool | None = None
     identified: bool | None = None
     copy_of: Count | None = None
@@ -244,6 +241,14 @@ class _ImageScores(StoredPart):
     success_transformed: Annotated[int, Field(ge=0, le=1)] | None = None
     identified_transformed: bool | None = None
     expected_transformed: _Expected = _Expected()
+
+
+class _ImageScores(_Scores):
+    mse: Amount
+    psnr: float
+    ssim: float
+    ssim_transformed: float | None = None
+    lpips: float | None = None
 
 
 class _TargetRecord(StoredPart):
@@ -257,7 +262,11 @@ class _TargetRecord(StoredPart):
     initial: float | None = None
     distance: float | None = None
     mse_taylor: float | None = None
-    per_image: Annotated[list[_ImageScores], Field(min_length=1)]
+    per_image: Annotated[list[_Scores], Field(min_length=1)]
+
+
+class _ImagesRecord(_TargetRecord):
+    per_image: Annotated[list[_ImageScores], Field(min_length=1)]  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class _Guess(StoredPart):
@@ -270,6 +279,7 @@ class _Guess(StoredPart):
 
 _FAILED, _FINISHED = TypeAdapter(_Failed), TypeAdapter(_Finished)
 _RECORDS = TypeAdapter(Annotated[list[_TargetRecord], Field(min_length=1)])
+_IMAGES_RECORDS = TypeAdapter(Annotated[list[_ImagesRecord], Field(min_length=1)])
 _GUESSES = TypeAdapter(Annotated[list[_Guess], Field(min_length=1)])
 _NO_RECORDS = TypeAdapter(Annotated[list[Any], Field(max_length=0)])
 
@@ -288,11 +298,19 @@ def read_parts(folder: Path, images: bool) -> tuple[dict[str, Any], list[dict[st
         checked(_FAILED if _failed(info) else _FINISHED, folder / TRIAL, info, AGAIN)
     with noting(problems, DamagedError):
         records = read_json(folder / RECORDS, AGAIN)
-        form = _NO_RECORDS if _failed(info) else _GUESSES if _unscored(info) else _RECORDS
+        form = (
+            _NO_RECORDS
+            if _failed(info)
+            else _GUESSES
+            if _unscored(info)
+            else _RECORDS
+            if _other(info)
+            else _IMAGES_RECORDS
+        )
         checked(form, folder / RECORDS, records, AGAIN)
     with noting(problems, DamagedError):
         if not _failed(info) and (images or (folder / IMAGES).exists()):
-            _check_images(folder / IMAGES, None if problems else records, _unscored(info))
+            _check_images(folder / IMAGES, None if problems else records, _unscored(info), _other(info))
     if problems:
         raise DamagedError(problems)
     return info, records
@@ -306,6 +324,11 @@ def _unscored(info: Any) -> bool:
     return isinstance(info, dict) and "unscored" in info
 
 
+def _other(info: Any) -> bool:
+    """Report whether a trial attacks other examples than images."""
+    return isinstance(info, dict) and "examples" in info
+
+
 def read_images(file: Path) -> dict[str, Tensor]:
     """Read the images of a trial, and check the digest of the file."""
     try:
@@ -317,12 +340,12 @@ def read_images(file: Path) -> dict[str, Tensor]:
     return unseal(content, str(file), AGAIN)[0]
 
 
-def _check_images(file: Path, records: Sequence[Mapping[str, Any]] | None, unscored: bool) -> None:
+def _check_images(file: Path, records: Sequence[Mapping[str, Any]] | None, unscored: bool, other: bool = False) -> None:
     """Check the digest, and compare names and shapes with the records."""
     shapes = {name: tuple(value.shape) for name, value in read_images(file).items()}
     examples = "predicted" if unscored else "per_image"
     for name in ("reconstruction",) if unscored else ("truth", "reconstruction"):
-        if len(shapes.get(name, ())) != 5:
+        if len(shapes.get(name, ())) < 3 or (not other and len(shapes[name]) != 5):
             raise DamagedError(Problem(str(file), f"holds no images '{name}'", AGAIN))
         wanted = (len(records), len(records[0][examples])) if records else shapes[name][:2]
         if shapes[name][:2] != wanted:

@@ -21,6 +21,7 @@ from gradveil.audit.audit_config import RunConfig
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.formatting import listing, suggestion
 from gradveil.data import DATASETS
+from gradveil.data.tables import is_table
 from gradveil.defences import parse
 from gradveil.defences.paper_presets import spelled_out
 from gradveil.federated.training_config import UNSEEN, TrainConfig
@@ -423,7 +424,12 @@ def _unknown_data(name: str | None, observed: bool) -> Iterator[Problem]:
             "data.name", f"'{UNSEEN}' are no data: recorded updates only are attacked without any", "name some"
         )
     forms = ("hf", "parquet", "folder")
-    if name and name not in (*DATASETS, UNSEEN) and not (name.partition(":")[0] in forms and name.partition(":")[2]):
+    if (
+        name
+        and name not in (*DATASETS, UNSEEN)
+        and not is_table(name)
+        and not (name.partition(":")[0] in forms and name.partition(":")[2])
+    ):
         near = get_close_matches(name, DATASETS, n=1)
         form = "parquet" if name.endswith(".parquet") else "folder"
         hint = f"did you mean '{near[0]}'? " if near else ""

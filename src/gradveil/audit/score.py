@@ -23,11 +23,10 @@ from gradveil.client import BatchDefences
 from gradveil.client.layer_noise import layers_of
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
-from gradveil.core.types import Batch
+from gradveil.core.types import Batch, placed
 from gradveil.data import Dataset
 from gradveil.metrics import (
     Missing,
-    asr,
     label_accuracy,
     lpips,
     permute,
@@ -87,7 +86,7 @@ def trained_on(
     own = torch.arange(places.numel()).view(places.shape)
     return TrainedOnScores(
         {f"{name}_transformed": value for name, value in scores.items()},
-        scores[space.headline] > experiment.config.threshold,
+        space.passes(scores[space.headline], experiment.config.threshold),
         space.identified(matched, own, gallery) if len(gallery) > 1 else None,
         _expected(experiment, trial, batches, places, others, gallery),
     )
@@ -289,7 +288,8 @@ def _nearest(experiment: Experiment, views: Tensor, gallery: Tensor, numbers: Te
 def _passing(experiment: Experiment, guesses: Tensor, truth: Tensor) -> dict[str, Tensor]:
     """Score guesses against images: the headline score, and whether it is above the threshold."""
     similarity = experiment.space.similarity(guesses, truth)
-    return {"asr": similarity > experiment.config.threshold, "ssim_mean": similarity}
+    passes = experiment.space.passes(similarity, experiment.config.threshold)
+    return {"asr": passes, f"{experiment.space.headline}_mean": similarity}
 
 
 def _average(scores: list[dict[str, Tensor]]) -> dict[str, float]:
@@ -337,30 +337,34 @@ def score(experiment: Experiment, trial: TrialAddress, found: Recovered, named: 
     info["recovery_bounds"] = recovery_bounds(experiment, trial, found.facts["mechanisms"], records)
     info["best_guesses"] = best_guesses(experiment.guessing, experiment, places)
     info["metrics"] = [name for name in experiment.config.metrics if name in scores]
+    info |= experiment.space.of_trial(matched, truth)
     info["trace"] = _trace(experiment, found, truth)
     kept: dict[str, Tensor] = {}
     if experiment.config.images:
-        kept = {"truth": truth.float(), "reconstruction": matched.float().nan_to_num(0.5)}
+        kept = {"truth": truth, "reconstruction": experiment.space.repaired(matched)}
         if "transformed" in found.tensors:
-            kept["truth_transformed"] = experiment.views(found.tensors["transformed"]).float()
+            kept["truth_transformed"] = experiment.views(found.tensors["transformed"])
         if whole:
             kept["nearest"] = _neighbours(experiment, matched)
-        kept = {name: value.contiguous() for name, value in kept.items()}
+        kept = {name: placed(value, "cpu", torch.float32).contiguous() for name, value in kept.items()}
     return Trial(info, records, None, kept)
 
 
 def _neighbours(experiment: Experiment, matched: Tensor) -> Tensor:
     """Return the private images nearest to the first reconstructions: [N, K, *shape], the nearest first."""
     gallery = experiment.private.views
-    shown = matched.flatten(0, 1)[:SHOWN].nan_to_num(0.5).clamp(0, 1)
+    shown = experiment.space.repaired(matched.flatten(0, 1)[:SHOWN])
     places = experiment.space.neighbours(shown, gallery, min(NEIGHBOURS, len(gallery)))
-    return gallery[places].float()
+    return gallery[places]
 
 
 def _further(experiment: Experiment, matched: Tensor, truth: Tensor, scores: dict[str, Tensor]) -> dict[str, str]:
     """Add the scores that the run asks for, or return under their names why they are missing."""
     missing: dict[str, str] = {}
     for name in experiment.config.metrics:
+        if not experiment.space.pictured:
+            missing[name] = f"is for images, not for {experiment.space.words.plural}"
+            continue
         values = scored(name, matched, truth)
         if isinstance(values, str):
             missing[name] = values
@@ -384,6 +388,8 @@ def _copies(truth: Tensor) -> dict[tuple[int, int], dict[str, int]]:
 def _perceptual(experiment: Experiment, matched: Tensor, truth: Tensor, scores: dict[str, Tensor]) -> dict[str, str]:
     """Add LPIPS to the scores, or return the reason why not under its name."""
     net = experiment.config.lpips
+    if not experiment.space.pictured:
+        return {"lpips": f"is for images, not for {experiment.space.words.plural}"}
     if net is None:
         return {"lpips": 'not asked for: set lpips = "alex" (or "vgg") in the run file'}
     found = lpips(matched, truth, net)
@@ -416,8 +422,8 @@ def _record(
     images = [
         {
             **{name: float(values[v, b]) for name, values in scores.items()},
-            "success": int(scores[space.headline][v, b] > experiment.config.threshold),
-            "exact": bool(scores[space.headline][v, b] > space.exactly),
+            "success": int(space.passes(scores[space.headline][v, b], experiment.config.threshold)),
+            "exact": bool(space.passes(scores[space.headline][v, b], space.exactly)),
             "identified": None if identified is None else bool(identified[v, b]),
             "matched": int(order[v, b]),
         }
@@ -460,7 +466,7 @@ def _address(experiment: Experiment, trial: TrialAddress, named: TrialNames) -> 
         "round": experiment.config.rounds - 1,
         "trained": trial.trained,
         "client": settings.title,
-        "update": settings.words,
+        "update": settings.update_of(experiment.space.words.noun),
         "local": settings.local is not None,
         "batch": settings.examples,
         "defence": trial.defence,
@@ -473,6 +479,7 @@ def _address(experiment: Experiment, trial: TrialAddress, named: TrialNames) -> 
         "preset": experiment.attacks[trial.attack].name.partition("(")[0],
         "citations": list(named.citations),
         "threshold": experiment.config.threshold,
+        **({"examples": words} if (words := experiment.space.words.record()) else {}),
     }
 
 
@@ -535,10 +542,11 @@ def _trace(experiment: Experiment, found: Recovered, truth: Tensor) -> list[dict
     for name, inputs in found.tensors.items():
         if name.startswith("trace."):
             similarity = space.scores(space.match(experiment.views(inputs), truth)[1], truth)[space.headline]
-            rate = asr(similarity, experiment.config.threshold).rate
+            rate = float(space.passes(similarity, experiment.config.threshold).double().mean())
             count = int(name.removeprefix("trace."))
             spread = float(similarity.std(correction=0))
-            rows.append({"iterations": count, "asr": rate, "ssim_mean": float(similarity.mean()), "ssim_std": spread})
+            mean, of = float(similarity.mean()), space.headline
+            rows.append({"iterations": count, "asr": rate, f"{of}_mean": mean, f"{of}_std": spread})
     return sorted(rows, key=lambda row: row["iterations"])
 
 

@@ -92,6 +92,7 @@ UNKNOWN = (
     "mismatch control stands in for the baseline in the risk."
 )
 
+WHERE = "recovered where that is the leak"
 RARE = "there are fewer than two public images of a class, so that a guess is taken to pass for all of them"
 """Why recovery cannot be tested for images of a rare class, or of a batch with one."""
 
@@ -107,12 +108,13 @@ class Union:
     attackers: int
     low: float
     high: float
+    noun: str = "image"
 
     def sentence(self) -> str:
         """Return it as a sentence."""
         return (
             f"at least one of the {self.attackers} attackers recovers {self.recovered} of "
-            f"{plural(self.images, 'image')} ({percent(self.recovered / self.images)}, 95% CI "
+            f"{plural(self.images, self.noun)} ({percent(self.recovered / self.images)}, 95% CI "
             f"{interval(self.low, self.high)}). Only the ground truth shows which one to trust."
         )
 
@@ -242,12 +244,12 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
 def _order(verdict: Verdict) -> tuple[bool, int, float, float, float]:
     best = verdict.best
     rank = _RANK.index(verdict.level)
-    return not verdict.undefended, rank, -verdict.rate, -best.asr, -(best.mean("ssim") or 0)
+    return not verdict.undefended, rank, -verdict.rate, -best.asr, -(best.headline or 0)
 
 
 def strength(row: Row) -> tuple[float, bool, float]:
     """Order attackers: by success rate; of equal ones an adaptive attacker comes first, then the higher mean SSIM."""
-    mean = row.mean("ssim")
+    mean = row.headline
     return row.asr, row.attacker == "adaptive", -1.0 if mean is None else mean
 
 
@@ -271,7 +273,7 @@ def _judge(setting: TrialSetting, defence: str, here: Sequence[Row]) -> Verdict:
     if expected_of(best, "recovered") is None:
         reasons = (*reasons, UNKNOWN)
     if rare := sum((scores.get("expected") or {}).get("public") == 0 for _, _, scores in best.scores()):
-        count = f"{rare} of {plural(best.images, 'image')}"
+        count = f"{rare} of {best.counted(best.images)}"
         reasons = (*reasons, f"{count} cannot be tested for recovery: {RARE}.")
     return Verdict(
         setting=setting,
@@ -316,7 +318,7 @@ def _level(
         leaking = sorted((test for test in tests if test.leaks), key=lambda test: test.adjusted)
         reasons = tuple(_words(test) for test in leaking)
         return (
-            ("broken", (*reasons, "At least half of the images are identifiable, or recovered where that is the leak."))
+            ("broken", (*reasons, f"At least half of the {judged[0].words.plural} are identifiable, or {WHERE}."))
             if weight > 1
             else ("leaks", reasons)
         )
@@ -336,10 +338,13 @@ def _level(
         return "inconclusive", tuple(dict.fromkeys(left))
     passed = whole
     if (most := max(row.distinct for row in passed)) < ENOUGH:
-        what = "image" if most == max(row.images for row in passed) else "different image"
+        noun = passed[0].words.noun
+        what = noun if most == max(row.images for row in passed) else f"different {noun}"
         return "inconclusive", (f"Only {plural(most, what)} attacked: at least {ENOUGH} are needed.",)
     if not tests:
-        return "inconclusive", ("Nothing could be tested: neither auxiliary data nor a second private image is there.",)
+        return "inconclusive", (
+            f"Nothing could be tested: neither auxiliary data nor a second private {passed[0].words.noun} is there.",
+        )
     names = listing(dict.fromkeys(row.attack for row in passed))
     stopped = [f"The budget stopped {row.attack} at {percent(row.budget_share)}." for row in passed if row.budget_share]
     least = min(test.adjusted for test in tests)
@@ -371,7 +376,7 @@ def _passed(row: Row, here: Sequence[Row]) -> bool:
 
 
 def _words(test: Test) -> str:
-    hit = f"{test.observed} of {plural(test.images, 'image')} {test.criterion}"
+    hit = f"{test.observed} of {plural(test.images, test.noun)} {test.criterion}"
     chance = f"guessing is expected to reach {number(test.expected, 2)} (corrected p = {number(test.adjusted, 2)})"
     return f"{test.attack}: {hit}; {chance}."
 
@@ -388,7 +393,7 @@ def _sentence(best: Row, judged: Sequence[Row], seeds: int) -> str:
     who = f"Without a defence, {who[0].lower()}{who[1:]}" if best.undefended else who
     worst = f" on the worst of {seeds} seeds" if seeds > 1 else ""
     rate = f"{percent(best.identifiable / best.images)}, 95% CI {interval(*interval_of(best, judged))}"
-    count = f"{best.recovered} of {plural(best.images, 'image')}{worst}"
+    count = f"{best.recovered} of {best.counted(best.images)}{worst}"
     more = f" It identifies {best.identified} of {best.images}." if best.identified > best.identifiable else ""
     return f"{who} {count}, {best.identifiable} of them identifiable ({rate}).{more}"
 
@@ -434,7 +439,8 @@ def _of_malice(best: Row, mine: Sequence[Row]) -> Iterator[str]:
     seen = f"finds it: {found}" if found else "finds nothing in it"
     yield f"The server put {best.info['planted']} into the model; a client's guard {seen}."
     if best.setting.batch > 1 and 0 < best.recovered < best.images:
-        yield f"It recovers at least one image of {best.exposed} of {plural(len(best.trial.records), 'target client')}."
+        clients = plural(len(best.trial.records), "target client")
+        yield f"It recovers at least one {best.words.noun} of {best.exposed} of {clients}."
     if curious := [row for row in mine if row.attacker not in ("active", "informed")]:
         most = max(curious, key=strength)
         count = f"{most.recovered} of {most.images}"

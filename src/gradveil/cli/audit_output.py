@@ -49,7 +49,7 @@ def show_gate(outcome: Gate, page: Path) -> None:
     if outcome.passed:
         top = max(outcome.counted, key=lambda setting: setting.upper)
         count = (
-            f"{top.hits} of {plural(top.row.images, 'image')} {top.criterion}, 95% interval up to {percent(top.upper)}"
+            f"{top.hits} of {top.row.counted(top.row.images)} {top.criterion}, 95% interval up to {percent(top.upper)}"
         )
         console.print(
             f"{limit}: passed. Of {plural(len(outcome.counted), 'setting')} the least certain is", soft_wrap=True

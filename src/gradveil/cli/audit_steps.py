@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gradveil.audit.attack_selection import auto_budget, is_adaptive, trials, without_aim
+from gradveil.audit.attackers.run_attackers import closed_forms, untried, widened
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.audit_run import describe, run, site, title
 from gradveil.audit.display import Screen
@@ -27,7 +28,6 @@ from gradveil.audit.recorded.recorded_attack import NO_SCORE
 from gradveil.audit.recorded.recorded_updates import open_observed
 from gradveil.audit.run_directory import AUDIT, TRAINING, Store, Trial, load_run
 from gradveil.audit.run_file import assemble, read
-from gradveil.audit.run_warnings import closed_forms, widened
 from gradveil.audit.sources import TrainingSource
 from gradveil.audit.trial import sharing
 from gradveil.cli.audit_output import show_gate, show_outcome
@@ -151,7 +151,8 @@ def describe_run(experiment: Experiment, warnings: Sequence[str], workers: int |
         # One thread, as in a worker, adds in the same order.
         torch.set_num_threads(1)
     share = config.target_clients if len(trials(config)) >= count else -(-config.target_clients // count)
-    info = describe(config, share, command, experiment.held, sharing(experiment), warnings, experiment.images)
+    shared, tried = sharing(experiment), untried(experiment)
+    info = describe(config, share, command, experiment.held, shared, warnings, experiment.images, tried)
     return OpenedRun(experiment, info, count, command)
 
 

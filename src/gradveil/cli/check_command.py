@@ -38,6 +38,7 @@ _HELP = {
     "set": "Any setting of a run file: --set model.options.width=32 --set client.local.lr=0.1. Repeatable.",
     "data_dir": "Folder where data files lie (or set GRADVEIL_DATA).",
     "received": "Parameters and buffers from a server (safetensors), to inspect for manipulation.",
+    "verbose": "Print equal problems one by one, and which attacks on the update are not tried, and why.",
     "previous": "Parameters of the previous round, to detect jumps.",
 }
 _RUN = typer.Argument(metavar="[RUN]", help=_HELP["run"], show_default=False, autocompletion=completed("runs"))
@@ -58,7 +59,8 @@ def check(
     previous: Annotated[Path | None, typer.Option(metavar="FILE", help=_HELP["previous"])] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the problems as JSON.")] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Print equal problems of several layers one by one.")
+        bool,
+        typer.Option("--verbose", help="Print equal problems one by one, and which attacks do not apply, and why."),
     ] = False,
 ) -> int:
     """Validate a model, data set or run file without running attacks.
@@ -67,9 +69,10 @@ def check(
     meaningless, and models whose gradient reveals an image without any search. Exit codes: 0 the audit can run
     (warnings may be shown); 1 problems; 2 wrong use: a bad run file or option, or missing data or model.
     """
+    from gradveil.audit.attackers.run_attackers import closed_forms, untried
     from gradveil.audit.preflight import model_problems, obstacles, open_experiment
     from gradveil.audit.run_file import read
-    from gradveil.audit.run_warnings import closed_forms, metric_problems, privacy_problems
+    from gradveil.audit.run_warnings import metric_problems, privacy_problems
 
     own_code()
     flags = {
@@ -90,6 +93,7 @@ def check(
         problems += [] if _stopped(problems) else model_problems(experiment)
         if not _stopped(problems):
             problems += [*privacy_problems(experiment), *closed_forms(experiment), *metric_problems(experiment)]
+        skipped = [] if _stopped(problems) else untried(experiment)
         traces = _manipulated(net, received, previous)
         problems += traces
     if as_json:
@@ -97,6 +101,10 @@ def check(
         typer.echo(json.dumps([{key: getattr(p, key) for key in keys} for p in problems], indent=1))
     else:
         _show(problems, net, config, run is not None, verbose)
+        if skipped and verbose:
+            typer.echo("Attacks on the update that this run does not try:")
+            for line in skipped:
+                typer.echo(f"  {line}")
         if received is not None and not traces:
             typer.echo(f"No trace of manipulation in {received}: that is no proof of an honest server.")
     return FOUND if _stopped(problems) else 0

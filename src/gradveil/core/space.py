@@ -3,10 +3,46 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor
+
+from gradveil.core.errors import Problem
+
+
+@dataclass(frozen=True)
+class ExampleWords:
+    """What records and reports call the examples of a kind; the defaults are those of images."""
+
+    kind: str = "images"
+    noun: str = "image"
+    headline: str = "ssim"
+    """The score that decides recovery, as records name it."""
+    metric: str = "SSIM"
+    """What tables call it."""
+    rule: str = "SSIM to the true image above {threshold:g}"
+    """When an example counts as recovered."""
+    nearest: str = "L2"
+    """The distance of identification."""
+
+    def recovered(self, threshold: float) -> str:
+        """Say when an example counts as recovered.
+
+        >>> ExampleWords().recovered(0.5)
+        'SSIM to the true image above 0.5'
+        """
+        return self.rule.format(threshold=threshold)
+
+    @property
+    def plural(self) -> str:
+        """Several examples."""
+        return f"{self.noun}s"
+
+    def record(self) -> dict[str, str]:
+        """Return what a trial's record says of them: nothing of images, of which older records know no other kind."""
+        return {} if self == ExampleWords() else asdict(self)
 
 
 class Space(ABC):
@@ -16,16 +52,74 @@ class Space(ABC):
     shape means any leading dimensions.
     """
 
-    kind: ClassVar[str]
-    """The name of the kind in records: `images`."""
-    noun: ClassVar[str]
-    """The name of one example in reports: `image`."""
-    headline: ClassVar[str]
-    """The score that decides recovery: an example is recovered if it is above the run's threshold."""
+    words: ClassVar[ExampleWords]
+    """What reports call the examples, and the score that decides recovery."""
+    threshold: ClassVar[float]
+    """The headline score that decides recovery, unless a run sets its own."""
     exactly: ClassVar[float]
-    """Headline score above which an example counts as recovered almost exactly."""
+    """Headline score that decides whether an example counts as recovered almost exactly."""
+    offers: ClassVar[frozenset[str]]
+    """What attacks and defences may need of inputs: `numbers` (they can be searched by gradients), `pictures` (they are
+    grids of pixels, which can be smoothed, shifted and drawn), `columns` (numbers and categories), `tokens`."""
     shape: tuple[int, ...]
-    """The shape of one example, in both forms."""
+    """The shape of one example as a model takes it."""
+
+    @property
+    def view_shape(self) -> tuple[int, ...]:
+        """The shape of one example as people see it."""
+        return self.shape
+
+    @property
+    def pictured(self) -> bool:
+        """Whether the examples are grids of pixels."""
+        return "pictures" in self.offers
+
+    def unmet(self, what: str, needs: str) -> Iterator[Problem]:
+        """Yield why something that needs `numbers`, `pictures`, `columns` or `tokens` does not fit these examples."""
+        if needs not in self.offers:
+            told = f"needs {needs}, and the data are {self.words.plural}"
+            yield Problem(what, told, f"leave it out, or choose one for {self.words.plural}")
+
+    @property
+    def headline(self) -> str:
+        """The name of the score that decides recovery."""
+        return self.words.headline
+
+    @abstractmethod
+    def model_facts(self) -> Mapping[str, Any]:
+        """Return what a model's factory is told of the examples, by the names of its arguments."""
+
+    @abstractmethod
+    def problems(self, inputs: Tensor) -> Iterator[Problem]:
+        """Yield what is wrong with inputs [N, *shape]; `Problem.where` is of no account."""
+
+    def unscored(self) -> Iterator[Problem]:
+        """Yield why examples of this shape cannot be scored, as settings of a run."""
+        yield from ()
+
+    def passes(self, similarity: Tensor, least: float) -> Tensor:
+        """Return which headline scores count as recovered: those above `least`."""
+        return similarity > least
+
+    def repaired(self, views: Tensor) -> Tensor:
+        """Replace what is not finite in views, to keep and show them."""
+        return views.nan_to_num(0.0) if views.is_floating_point() else views
+
+    def relaxed(self, variables: Tensor) -> Tensor:
+        """Turn free variables [..., *shape] of a search into inputs: they are the inputs."""
+        return variables
+
+    def pooled(self, inputs: Tensor) -> Tensor:
+        """Pool matched answers [R, ...] of several restarts: their median."""
+        return inputs.median(0).values
+
+    def of_trial(self, candidates: Tensor, truths: Tensor) -> Mapping[str, Any]:
+        """Return what a trial's record says of matched views [V, B, ...] beside their scores."""
+        return {}
+
+    def projected(self, inputs: Tensor) -> Tensor:
+        """Turn what a search ends with into valid inputs."""
+        return inputs
 
     @abstractmethod
     def bounds(self, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,10 +26,18 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Batch(NamedTuple):
-    """A client's private examples: inputs [B, C, H, W]; targets [B] class numbers or [B, K] class probabilities."""
+    """A client's private examples: inputs [B, C, H, W], or [B, *shape] of another kind of examples.
+
+    `targets` are [B] class numbers or [B, K] class probabilities.
+    """
 
     inputs: Tensor
     targets: Tensor
+
+
+def placed(inputs: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    """Move inputs to a device, and numbers (not names of tokens) to a precision."""
+    return inputs.to(device, dtype) if inputs.is_floating_point() else inputs.to(device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,6 +256,9 @@ class BatchTransform(ABC):
     smooth: ClassVar[bool] = False
     """For fixed noise, the result is differentiable in the inputs, so that error bounds hold for it."""
 
+    needs: ClassVar[str] = "numbers"
+    """What it needs of inputs, see `Space.offers`."""
+
     @property
     def needs_public(self) -> bool:
         """True if it needs `Domain.public`."""
@@ -255,6 +266,8 @@ class BatchTransform(ABC):
 
     def problems(self, domain: Domain | None) -> Iterator[Problem]:
         """Yield what is missing in the client's domain."""
+        if domain is not None:
+            yield from domain.space.unmet(type(self).__name__.lower(), self.needs)
         if self.needs_public and (domain is None or domain.public is None or not len(domain.public)):
             remedy = "audit data with a public split, give Client(domain=Domain(..., public=images)), or leave it out"
             yield Problem(type(self).__name__.lower(), "mixes with public images, and there are none", remedy)

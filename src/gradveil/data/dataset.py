@@ -1,4 +1,4 @@
-"""Labelled images with their normalisation."""
+"""Labelled examples: images with their normalisation, or another kind with its space."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from gradveil.core.errors import Problem, refuse
+from gradveil.core.space import Space
 from gradveil.spaces import ImageSpace
 
 
 @dataclass(frozen=True, repr=False)
 class Dataset:
-    """Images with labels, and the normalisation that turns them back into pixels.
+    """Examples with labels, and what turns them back into what people see.
 
-    `inputs` holds (pixel - mean) / std, with pixels in [0, 1]. Raw pixels have mean (0,) and std (1,); a single number
-    applies to every channel.
+    Of images, `inputs` holds (pixel - mean) / std, with pixels in [0, 1]. Raw pixels have mean (0,) and std (1,); a
+    single number applies to every channel.
 
     >>> data = Dataset("dots", torch.tensor([-1.0, 1.0]).reshape(2, 1, 1, 1), torch.tensor([0, 1]), ("off", "on"),
     ...                mean=(0.5,), std=(0.5,))
@@ -31,7 +32,7 @@ class Dataset:
 
     name: str
     inputs: Tensor
-    """float32 [N, C, H, W], normalised."""
+    """float32 [N, C, H, W], normalised; of another kind as its space says."""
     targets: Tensor
     """int64 [N], indices into `classes`."""
     classes: tuple[str, ...]
@@ -45,6 +46,8 @@ class Dataset:
     """The values of one additional column, one per image, such as the writer of a digit."""
     marks: tuple[int, ...] = ()
     """Hashes of the decoded images before resizing, for images from files: see `identity`."""
+    example: Space | None = None
+    """What one example is; None for images, whose `mean` and `std` say it."""
 
     def __post_init__(self) -> None:
         """Raise with every problem of data that would fail later or silently give wrong results."""
@@ -56,31 +59,29 @@ class Dataset:
         >>> Dataset("dots", torch.zeros(2, 1, 4, 4), torch.tensor([0, 1]), ("off", "on"))
         Dataset('dots', 2 images of 1x4x4, 2 classes)
         """
-        shape = "x".join(str(side) for side in self.inputs.shape[1:])
-        return f"Dataset({self.name!r}, {len(self)} images of {shape}, {len(self.classes)} classes)"
+        shape = "x".join(str(side) for side in self.space.view_shape)
+        count = f"{len(self)} {self.space.words.plural}"
+        return f"Dataset({self.name!r}, {count} of {shape}, {len(self.classes)} classes)"
 
     def __len__(self) -> int:
-        """Count the images."""
+        """Count the examples."""
         return self.inputs.shape[0]
 
-    @property
-    def channels(self) -> int:
-        """Channels of each image."""
-        return self.inputs.shape[1]
-
     @cached_property
-    def space(self) -> ImageSpace:
+    def space(self) -> Space:
         """The space of one example."""
+        if self.example is not None:
+            return self.example
         channels, height, width = self.inputs.shape[1:]
         return ImageSpace((channels, height, width), self.mean, self.std)
 
     @property
     def views(self) -> Tensor:
-        """The images as pixels in [0, 1]."""
+        """The examples as people see them: of images, pixels in [0, 1]."""
         return self.space.view(self.inputs)
 
     def subset(self, indices: Tensor | Sequence[int]) -> Dataset:
-        """Return the images at these indices, in this order."""
+        """Return the examples at these indices, in this order."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         column, marks = (tuple(row[i] for i in chosen.tolist()) if row else () for row in (self.column, self.marks))
         return replace(self, inputs=self.inputs[chosen], targets=self.targets[chosen], column=column, marks=marks)
@@ -98,46 +99,42 @@ class Dataset:
 
     def _problems(self) -> list[Problem]:
         where, inputs, targets = f"data {self.name!r}", self.inputs, self.targets
-        if inputs.ndim != 4 or inputs.dtype != torch.float32 or 0 in inputs.shape[1:]:
+        noun = "image" if self.example is None else self.example.words.noun
+        if self.example is not None and tuple(inputs.shape[1:]) != self.example.shape:
+            what = f"inputs are {tuple(inputs.shape)}, and a {noun} is {self.example.shape}"
+            return [Problem(where, what, "encode them by the space of the data")]
+        if self.example is None and (inputs.ndim != 4 or inputs.dtype != torch.float32 or 0 in inputs.shape[1:]):
             what = f"inputs are {inputs.dtype} {tuple(inputs.shape)}"
             return [Problem(where, what, "give float32 images of shape [N, C, H, W]")]
         if len(inputs) == 0:
-            return [Problem(where, "holds no images", "check the split, the folder and the limit")]
+            return [Problem(where, f"holds no {noun}s", "check the split, the folder and the limit")]
         problems = []
         if targets.dtype != torch.int64 or tuple(targets.shape) != (len(inputs),):
-            what = f"targets are {targets.dtype} {tuple(targets.shape)} for {len(inputs)} images"
-            problems.append(Problem(where, what, "give one int64 class number per image"))
+            what = f"targets are {targets.dtype} {tuple(targets.shape)} for {len(inputs)} {noun}s"
+            problems.append(Problem(where, what, f"give one int64 class number per {noun}"))
         elif len(self.column) not in (0, len(inputs)):
-            what = f"the column has {len(self.column)} values for {len(inputs)} images"
-            problems.append(Problem(where, what, "give one value per image"))
+            what = f"the column has {len(self.column)} values for {len(inputs)} {noun}s"
+            problems.append(Problem(where, what, f"give one value per {noun}"))
         elif (outside := (targets < 0) | (targets >= len(self.classes))).any():
             row = int(outside.nonzero()[0])
-            what = f"label {int(targets[row])} of image {row} is outside 0 to {len(self.classes) - 1}"
+            what = f"label {int(targets[row])} of {noun} {row} is outside 0 to {len(self.classes) - 1}"
             remedy = "number the classes from 0, name them all, or choose a labelled split (-1 means unlabelled)"
             problems.append(Problem(where, what, remedy))
-        if any(len(values) not in (1, self.channels) for values in (self.mean, self.std)) or min(self.std) <= 0:
-            what = f"mean {self.mean} and std {self.std} do not fit {self.channels} channel(s)"
+        statistics, channels = (self.mean, self.std), inputs.shape[1]
+        if self.example is None and (any(len(v) not in (1, channels) for v in statistics) or min(self.std) <= 0):
+            what = f"mean {self.mean} and std {self.std} do not fit {channels} channel(s)"
             problems.append(Problem(where, what, "give one number, or one for each channel, with every std above 0"))
             return problems
-        black, white = self.space.bounds(inputs)
-        lowest, highest = torch.aminmax((inputs - black) / (white - black))
-        if not torch.isfinite(lowest + highest):
-            row = int((~torch.isfinite(inputs)).flatten(1).any(1).nonzero()[0])
-            problems.append(Problem(where, f"image {row} holds NaN or infinite pixels", "repair or remove it"))
-        elif lowest < -1e-3 or highest > 1 + 1e-3:
-            what = f"pixels range from {lowest:.3g} to {highest:.3g}, outside [0, 1]"
-            remedy = "give pixels in [0, 1] before normalisation, and the mean and std they were normalised with"
-            problems.append(Problem(where, what, remedy))
-        return problems
+        return problems + [replace(p, where=where) for p in self.space.problems(inputs)]
 
 
 class Splits(NamedTuple):
     """Two disjoint parts of a data set."""
 
     public: Dataset
-    """Training images: clients train on them, and attackers may use them as auxiliary data."""
+    """Training examples: clients train on them, and attackers may use them as auxiliary data."""
     private: Dataset
-    """Test images: the images under attack."""
+    """Test examples: those under attack."""
 
     def identities(self) -> dict[str, str | None]:
         """Return the hashes of both parts, see `Dataset.identity`."""

@@ -16,7 +16,7 @@ from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.formatting import plural
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
-from gradveil.data import bundled, hub
+from gradveil.data import bundled, hub, tables
 from gradveil.data.dataset import Dataset, Splits
 from gradveil.data.hub import marked, recolour, resize, stack
 
@@ -43,9 +43,13 @@ class DatasetEntry:
     """Published mean and std per channel, if any."""
     classes: tuple[str, ...] | None = None
     task: bool = True
+    kind: str = "images"
+    """`images` or `rows`."""
     targets: int | None = None
     """How many of the private images target clients may hold, the first ones; None for all."""
 
+
+_CENSUS = "Census-Income (KDD), UCI Machine Learning Repository 2000, from the US Census Bureau, CC BY 4.0."
 
 DATASETS: dict[str, DatasetEntry] = {
     "digits": DatasetEntry(
@@ -87,11 +91,25 @@ DATASETS: dict[str, DatasetEntry] = {
         bundled=False,
         statistics=((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
     ),
+    "census": DatasetEntry("1200 rows of census-income, 7 numbers and 11 categories, 2 classes", _CENSUS, kind="rows"),
+    "census-income": DatasetEntry(
+        "25,000 rows of the US census of 1994-95, 18 columns, 2 classes (tables/census-income-{train,test}.parquet)",
+        _CENSUS,
+        bundled=False,
+        kind="rows",
+    ),
+    "german-credit": DatasetEntry(
+        "1000 bank customers, 20 columns, 2 classes (tables/german-credit-{train,test}.parquet)",
+        "Statlog (German Credit Data), H. Hofmann, UCI Machine Learning Repository 1994, CC BY 4.0.",
+        bundled=False,
+        kind="rows",
+    ),
 }
-"""Data sets by short name. `load` also takes `hf:owner/name[:configuration]`, `parquet:PATH` and `folder:PATH`."""
+"""Data sets by short name. `load` also takes `hf:owner/name[:configuration]`, `parquet:PATH`, `folder:PATH`, and the
+path of a table: `PATH.csv` or `PATH.parquet`."""
 
 _SAME = {"hf:ylecun/mnist": "mnist", "hf:uoft-cs/cifar10": "cifar10", "hf:uoft-cs/cifar100": "cifar100"}
-_FORMS = ("hf:owner/name", "parquet:PATH", "folder:PATH")
+_FORMS = ("hf:owner/name", "parquet:PATH", "folder:PATH", "PATH.csv")
 
 
 def located(name: str, data_dir: Path | str | None = None) -> Path:
@@ -100,6 +118,15 @@ def located(name: str, data_dir: Path | str | None = None) -> Path:
         if folder is not None and (Path(folder) / name).is_file():
             return Path(folder) / name
     raise fail(name, "is no file here or in the data folder", "correct the name, or give --data-dir")
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a data set's examples by its name.
+
+    >>> kind_of("german-credit"), kind_of("patients.csv"), kind_of("cifar10")
+    ('rows', 'rows', 'images')
+    """
+    return "rows" if tables.is_table(name) else DATASETS[name].kind if name in DATASETS else "images"
 
 
 def load(
@@ -130,6 +157,15 @@ def load(
     ((8, 1, 32, 32), [8, 4, 1, 7, 7, 3, 5, 1])
     """
     _check(name, size, channels, normalise, limit_public, limit_private)
+    if kind_of(name) == "rows":
+        folder = data_dir or os.environ.get(DATA_DIR)
+        source = DATASETS[name].source if name in DATASETS else ""
+        rows = tables.open_rows(name, Path(folder).expanduser() if folder else None, label_column, source, column)
+        if client_seed is not None:
+            others, own = _client(len(rows.public), client_seed)
+            rows = Splits(rows.public.subset(others), rows.public.subset(own))
+        parts = zip(rows, (limit_public, limit_private), strict=True)
+        return Splits(*(part.subset(range(len(part))[:limit]) for part, limit in parts))
     limits = (limit_public, limit_private)
     if name in DATASETS and DATASETS[name].bundled:
         entry, loaded = DATASETS[name], _from_wheels(name, size, column, client_seed)
@@ -270,7 +306,11 @@ def _check(
 ) -> None:
     problems: list[Problem] = []
     form, separator, rest = name.partition(":")
-    if name not in DATASETS and not (separator and form in ("hf", "parquet", "folder") and rest):
+    if (
+        name not in DATASETS
+        and not tables.is_table(name)
+        and not (separator and form in ("hf", "parquet", "folder") and rest)
+    ):
         problems.append(_unknown(name))
     if size is not None and size < 1:
         problems.append(Problem("size", f"is {size}", "give a side of at least 1 pixel, or none for the images' own"))

@@ -16,7 +16,7 @@ from gradveil.defences.batch_defences import BATCHING
 from gradveil.defences.composition import NONE, Defence
 from gradveil.defences.compression import COMPRESSING
 from gradveil.defences.dp import CLIPS, PRIVATE
-from gradveil.defences.entry import KNOWING, DefenceEntry, Slot
+from gradveil.defences.entry import DefenceEntry, Slot
 from gradveil.defences.feature_hiding import HIDING
 from gradveil.defences.model_defences import MODEL_DEFENCES
 from gradveil.defences.optimal import INFORMED
@@ -31,7 +31,6 @@ _UNDEFENDED = DefenceEntry(
     changes=(),
     cost="nothing; all bytes",
     citation="McMahan et al. 2017, Communication-Efficient Learning of Deep Networks from Decentralized Data",
-    adaptive=("portfolio",),
     identity={},
 )
 _ENTRIES = (_UNDEFENDED, *CLIPS, *NOISES, *PRIVATE, *PRUNING, *ALIGNED, *COMPRESSING, *STANDIN, *INFORMED, *HIDING)
@@ -57,7 +56,6 @@ def _plugged(plugin: Plugin) -> DefenceEntry:
         changes=tuple(slot for slot in slots if made is None or getattr(made, slot)),
         guarantee="no formal guarantee: the package says none",
         cost="the package does not say",
-        adaptive=KNOWING,
     )
 
 

@@ -17,7 +17,7 @@ from gradveil.core.formatting import listing
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
-from gradveil.core.types import Batch, Domain, Loss
+from gradveil.core.types import Batch, Domain, Loss, placed
 from gradveil.data import Dataset, Splits, by_flower, dirichlet, grouped, iid, load, located, pathological
 from gradveil.defences import Defence, parse
 from gradveil.defences.user_defence import faults
@@ -82,8 +82,7 @@ def initial_model(
     """
     net = build(
         config.name,
-        channels=images.channels,
-        size=images.inputs.shape[-1],
+        example=images.space.model_facts(),
         classes=len(images.classes),
         generator=Key(seed, (Stream.MODEL,)).generator(),
         **config.options,
@@ -257,7 +256,7 @@ class TrainingSetting:
         return max(2, round(wanted / (1 - self.config.validation)) + 1)
 
     def _batch(self, images: Dataset) -> Batch:
-        return Batch(images.inputs.to(self.config.device, self.dtype), images.targets.to(self.config.device))
+        return Batch(placed(images.inputs, self.config.device, self.dtype), images.targets.to(self.config.device))
 
 
 def open_setting(config: TrainConfig, data_dir: Path | None = None, checked: bool = True) -> TrainingSetting:

@@ -14,6 +14,7 @@ from gradveil.audit.result_rows import BASELINES, Row
 from gradveil.audit.run_directory import Run
 from gradveil.audit.threat_model import scope, threat_model, untried
 from gradveil.core.formatting import interval, listing, plural
+from gradveil.core.space import ExampleWords
 from gradveil.federated.training_groups import proven
 from gradveil.report import method, pareto, plots, trial_table
 from gradveil.report.defence_lines import defence_tables
@@ -106,6 +107,7 @@ def context(run: Run, costs: Costs | None = None) -> dict[str, Any]:
         "statuses": method.statuses(every, len(failed)),
         "missing": method.missing([t.info for t in run.trials], [r for row in rows for r in row.trial.records]),
         "budget": progress,
+        "words": every[0].words if every else ExampleWords(),
         **pareto.section(fronts, rows),
         "statement": assurance_of(run, costs=costs) if result.verdicts else None,
         "legend": legend(result, thresholds),
@@ -139,6 +141,7 @@ def _opening(run: Run, result: Findings, config: Mapping[str, Any], shown: Seque
         "threat": threat_model(result.finished, config),
         "scope": scope(judged, config),
         "warnings": run.info.get("warnings", []),
+        "untried": run.info.get("untried", []),
         **_status(run, result),
     }
 
@@ -163,7 +166,7 @@ def _basis(rows: Sequence[Row]) -> str:
     title = next(iter(settings)) if len(settings) == 1 else f"{len(settings)} settings"
     labels = all(any(grant.startswith("targets:") for grant in row.info.get("grants", ())) for row in rows)
     images, attacks = max(row.images for row in rows), len({row.attack for row in rows if not row.is_control})
-    counted = [plural(images, "private image")] if images else []
+    counted = [plural(images, f"private {rows[0].words.noun}")] if images else []
     facts = [title, *(["labels known to the attacker"] if labels else []), *counted, plural(attacks, "attack")]
     return ", ".join(facts)
 

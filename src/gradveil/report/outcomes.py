@@ -11,7 +11,7 @@ from gradveil.audit.findings import Findings, Gap, findings
 from gradveil.audit.gate import NOT_SHOWN, SHOWN, CountedSetting, Gate, called, failure
 from gradveil.audit.run_directory import Run
 from gradveil.audit.verdict import LEVELS, Level, Verdict
-from gradveil.core.formatting import interval, percent, plural
+from gradveil.core.formatting import interval, percent
 
 Status = Literal["passed", "failed", "error", "skipped"]
 _UNCOUNTED = "The undefended client does not count next to defended ones."
@@ -96,7 +96,7 @@ def _against(gate: Gate, each: Verdict | Gap) -> tuple[Status, tuple[str, ...]]:
 
 
 def _above(one: CountedSetting, limit: float) -> str:
-    count = f"{one.hits} of {plural(one.row.images, 'image')} {one.criterion}"
+    count = f"{one.hits} of {one.row.counted(one.row.images)} {one.criterion}"
     rate = f"{percent(one.rate)}, 95% CI {interval(*one.ends)}"
     return f"{called(one.row)}: {count} ({rate}); the limit is {percent(limit)}."
 

@@ -158,13 +158,14 @@ class ProgressChart:
         other = "; restarts or another attack may" if stuck else ""
         if len(level) > len(stuck) > 0:
             other += f" {_where(stuck)}"
+        metric = f"mean {self.rows[0].words.metric}"
         if not rising:
-            flat = f"no mean SSIM rose by more than {RISING} in the last doubling"
+            flat = f"no {metric} rose by more than {RISING} in the last doubling"
             return f"More iterations would hardly help: {flat}{other}."
         where = _where([row for row, _ in rising])
         gains = listing(number(gain, 2) for _, gain in rising)
         rest = f", but hardly {_where(level)}{other}" if level else ""
-        return f"More iterations would likely help {where} (mean SSIM rose by {gains} in the last doubling){rest}."
+        return f"More iterations would likely help {where} ({metric} rose by {gains} in the last doubling){rest}."
 
     @property
     def note(self) -> str:
@@ -208,7 +209,10 @@ def curves(charts: Sequence[ProgressChart], rows: Sequence[Row]) -> list[dict[st
     numbers = series(rows)
     return [
         {
-            "baseline": {"asr": _baseline(chart.rows, "asr"), "ssim": _baseline(chart.rows, "ssim_mean")},
+            "baseline": {
+                "asr": _baseline(chart.rows, "asr"),
+                "score": _baseline(chart.rows, f"{chart.rows[0].words.headline}_mean"),
+            },
             "lines": [
                 {
                     "series": numbers[row.defence],
@@ -226,7 +230,7 @@ def curves(charts: Sequence[ProgressChart], rows: Sequence[Row]) -> list[dict[st
 def _progress(row: Row, point: BudgetPoint) -> Iterator[str]:
     total = row.curve[-1].iterations
     yield f"after {point.iterations:,} iterations" + ("" if point.iterations == total else f" of {total:,}")
-    yield f"mean SSIM {number(point.ssim)} · {percent(point.asr)} recovered"
+    yield f"mean {row.words.metric} {number(point.score)} · {percent(point.asr)} recovered"
 
 
 def _baseline(rows: Sequence[Row], score: str) -> float | None:

@@ -77,8 +77,8 @@ COLUMNS: tuple[Column[Row], ...] = (
     ),
     _score("ssim", "SSIM", "structural similarity, mean"),
     Column("ssim_std", "SSIM std", "its standard deviation over images", _sum("ssim_std"), number),
-    Column("ssim_max", "SSIM max", "highest of all images", lambda row: max(row.ssims, default=None), number),
-    Column("ssim_min", "SSIM min", "lowest of all images", lambda row: min(row.ssims, default=None), number),
+    Column("ssim_max", "SSIM max", "highest of all images", lambda row: max(row.headlines, default=None), number),
+    Column("ssim_min", "SSIM min", "lowest of all images", lambda row: min(row.headlines, default=None), number),
     Column(
         "ssim_transformed",
         "SSIM trained on",

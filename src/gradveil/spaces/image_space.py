@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gradveil.core.errors import Problem, fail, refuse
-from gradveil.core.space import Space
+from gradveil.core.space import ExampleWords, Space
 from gradveil.metrics import identification, match_batch, mse, psnr, ssim, ssim_pairs
 from gradveil.metrics.image_similarity import WINDOW, finite
 
@@ -34,10 +34,10 @@ class ImageSpace(Space):
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
 
-    kind: ClassVar[str] = "images"
-    noun: ClassVar[str] = "image"
-    headline: ClassVar[str] = "ssim"
+    words: ClassVar[ExampleWords] = ExampleWords()
+    threshold: ClassVar[float] = 0.5
     exactly: ClassVar[float] = 0.9
+    offers: ClassVar[frozenset[str]] = frozenset({"numbers", "pictures"})
 
     def __post_init__(self) -> None:
         """Raise with every problem of shape, mean and std."""
@@ -58,6 +58,32 @@ class ImageSpace(Space):
         if not bool((low < high).all()):
             raise fail("space.bounds", f"{black} is not below {white}", "give the range of valid inputs")
         return cls(shape, tuple((-low / (high - low)).tolist()), tuple((1 / (high - low)).tolist()))
+
+    def model_facts(self) -> Mapping[str, Any]:
+        """Return the number of channels, and the side."""
+        return {"channels": self.shape[0], "size": self.shape[-1]}
+
+    def problems(self, inputs: Tensor) -> Iterator[Problem]:
+        """Find pixels that are not finite, or outside [0, 1]."""
+        black, white = self.bounds(inputs)
+        lowest, highest = torch.aminmax((inputs - black) / (white - black))
+        if not torch.isfinite(lowest + highest):
+            row = int((~torch.isfinite(inputs)).flatten(1).any(1).nonzero()[0])
+            yield Problem("inputs", f"image {row} holds NaN or infinite pixels", "repair or remove it")
+        elif lowest < -1e-3 or highest > 1 + 1e-3:
+            what = f"pixels range from {lowest:.3g} to {highest:.3g}, outside [0, 1]"
+            remedy = "give pixels in [0, 1] before normalisation, and the mean and std they were normalised with"
+            yield Problem("inputs", what, remedy)
+
+    def unscored(self) -> Iterator[Problem]:
+        """Find images that are too small for SSIM."""
+        if min(self.shape[-2:]) < WINDOW:
+            what = f"images are {' x '.join(str(side) for side in self.shape[-2:])} pixels, and SSIM needs {WINDOW}"
+            yield Problem("data.size", what, f"resize them to at least {WINDOW} pixels")
+
+    def repaired(self, views: Tensor) -> Tensor:
+        """Make pixels that are not finite grey."""
+        return views.nan_to_num(0.5).clamp(0, 1)
 
     def bounds(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs of black (0) and white (1), each [C, 1, 1]."""

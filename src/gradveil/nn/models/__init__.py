@@ -21,6 +21,7 @@ from gradveil.nn.models.mlp import mlp
 from gradveil.nn.models.parts import Network
 from gradveil.nn.models.resnet import resnet18, resnet20, resnet32, resnet34
 from gradveil.nn.models.small_cnn import cnn6, convnet, lenet_zhu, mnist_cnn_glaus, mnist_conv, scheliga_cnn
+from gradveil.nn.models.tabular import tabular_mlp, tabular_resnet
 from gradveil.nn.models.vgg import vgg11, vgg13, vgg16
 from gradveil.nn.models.vit import vit
 
@@ -34,10 +35,18 @@ class ModelEntry:
     citation: str
 
     @property
+    def takes(self) -> set[str]:
+        """The facts of an example that the factory needs: of images, of rows."""
+        return {*inspect.signature(self.factory).parameters} & FACTS
+
+    @property
     def defaults(self) -> dict[str, Any]:
         """The study's settings: every keyword argument with its default."""
         return {name: p.default for name, p in inspect.signature(self.factory).parameters.items()}
 
+
+FACTS = {"channels", "size", "columns", "vocabulary", "length"}
+"""What models may be told of an example, see `Space.model_facts`."""
 
 _DLG = "Zhu, Liu, Han: Deep Leakage from Gradients (NeurIPS 2019)"
 _RGAP = "Zhu, Blaschko: R-GAP: Recursive Gradient Attack on Privacy (ICLR 2021)"
@@ -48,6 +57,9 @@ _COCKTAIL = "Kariyappa et al.: Cocktail Party Attack (ICML 2023)"
 _GLAUS = "Yang et al. 2023: GLAUS, an attack on unbiased gradient sampling"
 _RESNET = "He, Zhang, Ren, Sun: Deep Residual Learning for Image Recognition (CVPR 2016)"
 _VGG = "Simonyan, Zisserman: Very Deep Convolutional Networks (ICLR 2015)"
+
+_TABLEAK = "Vero, Balunović, Dimitrov, Vechev: TabLeak: Tabular Data Leakage in Federated Learning (ICML 2023)"
+_TABULAR = "Gorishniy, Rubachev, Khrulkov, Babenko: Revisiting Deep Learning Models for Tabular Data (NeurIPS 2021)"
 
 MODELS: dict[str, ModelEntry] = {
     "lenet-zhu": ModelEntry(lenet_zhu, "3 sigmoid 5x5 convolutions of 12 channels, weights U(-0.5, 0.5)", _DLG),
@@ -65,6 +77,10 @@ MODELS: dict[str, ModelEntry] = {
     "vgg11": ModelEntry(vgg11, "VGG-11 with BatchNorm, linear layer 512 -> classes", _VGG),
     "vgg13": ModelEntry(vgg13, "VGG-13 with BatchNorm, linear layer 512 -> classes", _VGG),
     "vgg16": ModelEntry(vgg16, "VGG-16 with BatchNorm, linear layer 512 -> classes", _VGG),
+    "tabular-mlp": ModelEntry(tabular_mlp, "for rows: fully connected layers, width 100, depth 2, ReLU", _TABLEAK),
+    "tabular-resnet": ModelEntry(
+        tabular_resnet, "for rows: embeddings of categories, 2 residual blocks of width 64 with LayerNorm", _TABULAR
+    ),
 }
 """Models of published studies by short name."""
 
@@ -79,28 +95,40 @@ ALL_MODELS: Catalogue[ModelEntry] = Catalogue("models", "model", MODELS, _plugge
 """`MODELS` and those of plug-ins."""
 
 
-def build(name: str, *, channels: int, size: int, classes: int, generator: Generator, **options: Any) -> nn.Module:
+def build(
+    name: str,
+    *,
+    classes: int,
+    generator: Generator,
+    channels: int | None = None,
+    size: int | None = None,
+    example: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> nn.Module:
     """Build a model with initial weights drawn from the generator.
 
     `name` is a name of `MODELS`, a plug-in's name, `"pkg.module:factory"`, or a model of a library: `"hf:NAME"`
     (transformers), `"timm:NAME"` or `"torchvision:NAME"`, whose option `pretrained=True` reads weights from the user's
-    cache. A custom factory is called with the
-    options and those of `channels`, `size`, `classes` and `generator` that it accepts; its random numbers come from the
-    generator too. A custom model without `input_shape` gets (channels, size, size).
+    cache. `example` says what one example is where that is no image of `channels` and `size`, see
+    `Space.model_facts`. A custom factory is called with the options and those of these facts, `classes` and `generator`
+    that it accepts; its random numbers come from the generator too. A custom model of images without `input_shape` gets
+    (channels, size, size).
 
     >>> model = build("scheliga-cnn", channels=1, size=32, classes=10, generator=torch.Generator().manual_seed(0))
     >>> sum(parameter.numel() for parameter in model.parameters())
     65162
     """
-    sizes = {"channels": channels, "size": size, "classes": classes}
+    facts: dict[str, Any] = dict(example) if example is not None else {"channels": channels, "size": size}
+    sizes = {**facts, "classes": classes}
     problems = [
         Problem(f"model.{key}", f"is {value!r}", "give a whole number of at least 1")
         for key, value in sizes.items()
-        if not isinstance(value, int) or value < 1
+        if key in _COUNTS and (not isinstance(value, int) or value < 1)
     ]
     if name.partition(":")[0] in LIBRARIES and name.partition(":")[2]:
+        problems += _misfit(name, {"channels", "size"}, facts)
         refuse(problems)
-        wanted = Wanted(name.partition(":")[2], channels, size, classes, options)
+        wanted = Wanted(name.partition(":")[2], sizes["channels"], sizes["size"], classes, options)
         return build_of_library(name, wanted, generator)
     plugin = ALL_MODELS.plugin(name)
     if ":" in name or plugin:
@@ -109,7 +137,7 @@ def build(name: str, *, channels: int, size: int, classes: int, generator: Gener
             {**sizes, "generator": generator},
             options,
             problems,
-            (channels, size, size),
+            (facts["channels"], facts["size"], facts["size"]) if "channels" in facts else None,
         )
     entry = MODELS.get(name)
     if entry is None:
@@ -117,6 +145,7 @@ def build(name: str, *, channels: int, size: int, classes: int, generator: Gener
         remedy = f"{suggestion(name, ALL_MODELS, 'gradveil list models')}; {others}"
         refuse([*problems, Problem("model.name", f"unknown model '{name}'", remedy)])
     assert entry is not None
+    refuse(_misfit(name, entry.takes, facts))
     refuse([*problems, *_unknown(options, set(entry.defaults) - set(sizes)), *_wrong(options, entry.defaults)])
     try:
         with torch.device("meta"):
@@ -124,6 +153,17 @@ def build(name: str, *, channels: int, size: int, classes: int, generator: Gener
     except GradveilError as error:
         raise GradveilError(Problem(f"model.{p.where}", p.what, p.remedy) for p in error.problems) from error
     return initialise(model.to_empty(device="cpu"), generator)
+
+
+_COUNTS = ("channels", "size", "classes")
+
+
+def _misfit(name: str, takes: set[str], facts: Mapping[str, Any]) -> list[Problem]:
+    """Refuse a model that needs other facts of an example than there are: one of images for rows."""
+    if missing := sorted(takes - set(facts)):
+        what = f"'{name}' is built from {', '.join(missing)}, and the data have {', '.join(facts)}"
+        return [Problem("model.name", what, "choose a model for this kind of data: gradveil list models")]
+    return []
 
 
 def _unknown(options: Mapping[str, Any], allowed: set[str]) -> list[Problem]:
@@ -153,7 +193,7 @@ def _build_users(
     arguments: Mapping[str, Any],
     options: Mapping[str, Any],
     problems: list[Problem],
-    shape: tuple[int, int, int],
+    shape: tuple[int, int, int] | None,
 ) -> nn.Module:
     try:
         factory = _factory(path)
@@ -188,7 +228,7 @@ def _build_users(
     if not isinstance(model, nn.Module):
         what = f"returned {type(model).__name__}, not a torch.nn.Module"
         raise fail(f"model {path}", what, "return the model from the factory")
-    if not hasattr(model, "input_shape"):
+    if shape is not None and not hasattr(model, "input_shape"):
         object.__setattr__(model, "input_shape", shape)
     return model
 

@@ -44,7 +44,7 @@ class Network(nn.Module):
         body: nn.Sequential,
         head: nn.Linear,
         *,
-        input_shape: tuple[int, int, int],
+        input_shape: tuple[int, ...],
         dropout_positions: tuple[str, ...],
         cvb_position: str,
         cvb_kernel: int = 5,

@@ -57,8 +57,8 @@ def _point(rows: Sequence[Row], place: int, metric: str, against: str) -> CurveP
         ends = [wilson(round(rate * images), images) for rate, images in rates]
         mean = fmean(rate for rate, _ in rates)
         return at, 100 * mean, 100 * min(low for low, _ in ends), 100 * max(high for _, high in ends)
-    means = [spot.ssim or 0.0 for spot in spots]
-    spreads = [spot.ssim_std for spot in spots if spot.ssim_std is not None]
+    means = [spot.score or 0.0 for spot in spots]
+    spreads = [spot.spread for spot in spots if spot.spread is not None]
     mean = fmean(means)
     if len(spreads) < len(spots):
         return at, mean, None, None

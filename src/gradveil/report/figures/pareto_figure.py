@@ -144,7 +144,7 @@ def _cost(spot: Spot, cost: str) -> Span:
 def _leak(spot: Spot, metric: str) -> Span:
     rows = [row for _, row in spot.verdict.seeds]
     if metric == "ssim":
-        values = [value for row in rows for value in row.ssims]
+        values = [value for row in rows for value in row.headlines]
         return fmean(values), fmean(values) - pstdev(values), fmean(values) + pstdev(values)
     counts = [(getattr(row, metric), row.images) for row in rows]
     ends = [wilson(count, images) for count, images in counts]

@@ -3,7 +3,7 @@
 (() => {
   const boxes = [...document.querySelectorAll(".plot[data-chart]")];
   if (!boxes.length) return;
-  let measure = "ssim";
+  let measure = "score";
 
   function draw(box) {
     const { lines, baseline } = REPORT.curves[Number(box.dataset.chart)];
@@ -11,7 +11,7 @@
     const low = Math.min(...counts), high = Math.max(...counts);
     const { picture, y, at } = CHARTS.frame(box, {
       label: "Quality against iterations", baseline: baseline[measure],
-      y: CHARTS.shares(measure, measure === "asr" ? 0 : Math.min(0, ...points.map((p) => p.ssim ?? 0))),
+      y: CHARTS.shares(measure, measure === "asr" ? 0 : Math.min(0, ...points.map((p) => p.score ?? 0))),
       x: CHARTS.axis(low, high, {
         log: true, gaps: [10, 10], ticks: [...new Set([...CHARTS.logTicks(low, high), high])],
         name: (tick) => tick.toLocaleString("en"), title: "iterations",

@@ -56,8 +56,8 @@ const CHARTS = (() => {
   // The vertical axis of a share of images, or of a mean SSIM.
   const shares = (measure, lowest) => axis(lowest, 1, {
     ticks: [0, 0.25, 0.5, 0.75, 1],
-    name: (tick) => (measure !== "ssim" ? `${tick * 100}%` : String(tick)),
-    title: { asr: "images recovered", identifiable: "images identifiable", ssim: "mean SSIM" }[measure],
+    name: (tick) => (measure !== "score" ? `${tick * 100}%` : String(tick)),
+    title: { asr: "images recovered", identifiable: "images identifiable", score: "mean score" }[measure],
   });
 
   // The path through these points.
