@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from gradveil.audit.attackers.run_attackers import widened
+from gradveil.audit.attackers.run_attackers import decide, widened
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.run_file import resolve
@@ -73,7 +73,8 @@ def test_the_attack_recovers_behind_every_model_defence(capsys: pytest.CaptureFi
 def with_added(**settings: object) -> Experiment:
     """A run of this model, with the attacks in closed form."""
     raw = {"name": "r", "data": {"name": "faces", "size": 16}, "model": {"name": "vit"}, "target_clients": 1}
-    return widened(open_experiment(resolve(raw | {"attacks": ["ig"]} | settings), checked=False))[0]
+    experiment = open_experiment(resolve(raw | {"attacks": ["ig"]} | settings), checked=False)
+    return widened(experiment, decide(experiment))[0]
 
 
 def added(**settings: object) -> list[str]:

@@ -40,7 +40,7 @@ from gradveil.audit.attack_selection import (
     stands_for_many,
     without_aim,
 )
-from gradveil.audit.attackers.run_attackers import closed_forms, untried, widened
+from gradveil.audit.attackers.run_attackers import Decision, closed_forms, decide, untried, widened
 from gradveil.audit.audit_run import describe, run, title
 from gradveil.audit.display import Screen
 from gradveil.audit.experiment import Experiment
@@ -221,10 +221,11 @@ def audit_model(
     config = resolve({**raw, "target_clients": target_clients}, names=False)
     experiment = Experiment(config, data, known, _copies(model), against, tried, loss, facts, tuple(done))
     experiment = unobstructed(experiment)
+    decisions = decide(experiment)
     if any(isinstance(attack, str) and is_adaptive(attack) for attack in attacks):
-        experiment, _ = widened(experiment)
+        experiment, decisions, _ = widened(experiment, decisions)
     make = partial(Result, write_report=write_report, draw_figure=draw_figure, as_html=as_html)
-    return _run(experiment, out, make, progress)
+    return _run(experiment, decisions, out, make, progress)
 
 
 def _spelled_out(
@@ -291,9 +292,15 @@ def _copies(model: nn.Module) -> Callable[[int], nn.Module]:
     return lambda _: copy.deepcopy(model)
 
 
-def _run(experiment: Experiment, out: Path | str | None, make: Callable[..., Result], progress: bool | None) -> Result:
+def _run(
+    experiment: Experiment,
+    decisions: Sequence[Decision],
+    out: Path | str | None,
+    make: Callable[..., Result],
+    progress: bool | None,
+) -> Result:
     folder = Path(tempfile.mkdtemp(prefix="gradveil-") if out is None else out)
-    warnings = tuple(str(problem) for problem in closed_forms(experiment, called=True))
+    warnings = tuple(str(problem) for problem in closed_forms(experiment, decisions, called=True))
     shared = sharing(experiment)
     info = describe(
         experiment.config,
@@ -301,7 +308,7 @@ def _run(experiment: Experiment, out: Path | str | None, make: Callable[..., Res
         _CALL,
         sharing=shared,
         warnings=warnings,
-        untried=untried(experiment),
+        untried=untried(decisions),
     )
     shown = sys.stderr.isatty() or "ipykernel" in sys.modules if progress is None else progress
     # A quiet console would still leave an empty output in a notebook.

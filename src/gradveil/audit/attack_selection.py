@@ -27,6 +27,7 @@ from gradveil.audit.attackers.attacker_table import aimed_by
 from gradveil.audit.audit_config import AUTO, RunConfig
 from gradveil.core.errors import GradveilError
 from gradveil.core.user_code import users
+from gradveil.data.registry import kind_of
 from gradveil.defences import entries, parse
 from gradveil.runs.run_folder import digest
 
@@ -132,21 +133,21 @@ WORDS = ADAPTIVE, MALICIOUS = "adaptive", "malicious"
 """The words of a run file for all attackers that aim at each defence: servers that are curious, or malicious."""
 
 
-def aimed_at(defence: str) -> list[str]:
-    """List the attackers of a curious server that aim at a defence, whatever the update is.
+def aimed_at(defence: str, kind: str = "images") -> list[str]:
+    """List the attackers of a curious server that aim at a defence of examples of a kind, whatever the update is.
 
     >>> aimed_at("dropout")
     ['portfolio', 'learned', 'dia']
     """
-    return aimed_by("curious", defence)
+    return aimed_by("curious", defence, kind)
 
 
-def planted_for(defence: str) -> list[str]:
+def planted_for(defence: str, kind: str = "images") -> list[str]:
     """List what a malicious server sends clients with a defence, as attacks in texts."""
-    return aimed_by("malicious", defence)
+    return aimed_by("malicious", defence, kind)
 
 
-_AIMED: Mapping[str, Callable[[str], list[str]]] = {ADAPTIVE: aimed_at, MALICIOUS: planted_for}
+_AIMED: Mapping[str, Callable[[str, str], list[str]]] = {ADAPTIVE: aimed_at, MALICIOUS: planted_for}
 
 
 class Aim(NamedTuple):
@@ -190,10 +191,13 @@ def without_aim(attacks: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(aim(text).attack for text in attacks))
 
 
-def attacks_against(attacks: Iterable[str], defence: str, *, public: bool = True) -> Iterator[str]:
+def attacks_against(
+    attacks: Iterable[str], defence: str, *, public: bool = True, kind: str = "images"
+) -> Iterator[str]:
     """List the attacks that are run on this defence; its own attackers replace `adaptive` and `malicious`.
 
-    Each attacker comes once. Without public data those that learn from such data are left out.
+    Each attacker comes once, and is for examples of this kind. Without public data those that learn from such data are
+    left out.
 
     >>> list(attacks_against(["ig", "r-gap on none"], "None")), list(attacks_against(["ig", "r-gap on none"], "dgp"))
     (['ig', 'r-gap'], ['ig'])
@@ -205,7 +209,7 @@ def attacks_against(attacks: Iterable[str], defence: str, *, public: bool = True
         if not stands_for_many(text):
             yield text
             continue
-        for aimed in _AIMED[_word(text)](defence):
+        for aimed in _AIMED[_word(text)](defence, kind):
             if make_name(aimed) not in known and (public or not _needs_public(aimed)):
                 known.add(make_name(aimed))
                 yield aimed
@@ -281,7 +285,8 @@ def control_attacks(config: RunConfig) -> list[str]:
 
 def met(config: RunConfig, defence: str) -> list[str]:
     """List the attacks of a run on one of its defences."""
-    return list(attacks_against(config.attacks, defence))
+    kind = "images" if config.observed is not None else kind_of(config.data.name)
+    return list(attacks_against(config.attacks, defence, kind=kind))
 
 
 def first_met(config: RunConfig, attack: str) -> str:

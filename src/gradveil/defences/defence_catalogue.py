@@ -15,6 +15,7 @@ from gradveil.defences.ats import ATS
 from gradveil.defences.batch_defences import BATCHING
 from gradveil.defences.composition import NONE, Defence
 from gradveil.defences.compression import COMPRESSING
+from gradveil.defences.deployed_filters import FILTERS
 from gradveil.defences.dp import CLIPS, PRIVATE
 from gradveil.defences.entry import DefenceEntry, Slot
 from gradveil.defences.feature_hiding import HIDING
@@ -33,7 +34,19 @@ _UNDEFENDED = DefenceEntry(
     citation="McMahan et al. 2017, Communication-Efficient Learning of Deep Networks from Decentralized Data",
     identity={},
 )
-_ENTRIES = (_UNDEFENDED, *CLIPS, *NOISES, *PRIVATE, *PRUNING, *ALIGNED, *COMPRESSING, *STANDIN, *INFORMED, *HIDING)
+_ENTRIES = (
+    _UNDEFENDED,
+    *CLIPS,
+    *NOISES,
+    *PRIVATE,
+    *PRUNING,
+    *ALIGNED,
+    *COMPRESSING,
+    *STANDIN,
+    *INFORMED,
+    *HIDING,
+    *FILTERS,
+)
 DEFENCES: dict[str, DefenceEntry] = {entry.name: entry for entry in (*_ENTRIES, *BATCHING, *ATS, *MODEL_DEFENCES)}
 """Every defence by name. `DEFENCES["dp"](clip=20, sigma=1e-4)` builds one; `gradveil.defences.parse` reads a text."""
 

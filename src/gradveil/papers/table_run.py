@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from gradveil.audit.attack_selection import is_adaptive
-from gradveil.audit.attackers.run_attackers import widened
+from gradveil.audit.attackers.run_attackers import decide, widened
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.audit_run import describe as describe_audit
 from gradveil.audit.audit_run import machine as describe_machine
@@ -211,7 +211,7 @@ def _audit(
     count = workers or cores()
     experiment = open_experiment(config, data_dir)
     if any(is_adaptive(text) for text in config.attacks):
-        experiment, _ = widened(experiment)
+        experiment, _, _ = widened(experiment, decide(experiment))
         config = experiment.config
     share = -(-config.target_clients // count)
     info = describe_audit(config, share, command, experiment.held, sharing(experiment), (), experiment.images)

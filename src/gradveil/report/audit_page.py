@@ -21,6 +21,7 @@ from gradveil.report.defence_lines import defence_tables
 from gradveil.report.exhibits import Exhibit, exhibits, halls, leading_setting, most_telling
 from gradveil.report.identical_trials import KINDS, identical, named, short_names
 from gradveil.report.legend import legend
+from gradveil.report.marked_sentences import marked_sentences
 from gradveil.report.page import PageSection, frame, render, section
 from gradveil.report.pictures import OUTCOMES, Picture, data_uri, picture_uri, pictures_of, room_of_each
 from gradveil.report.table import table_body
@@ -34,6 +35,7 @@ _FUNCTIONS = {
     "proven": proven,
     "identical": identical,
     "named": named,
+    "marked_sentences": marked_sentences,
 }
 _TERMS = {
     "states": STATES,

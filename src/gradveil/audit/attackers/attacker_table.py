@@ -83,7 +83,9 @@ class Rule:
     weakness: str = ""
     """What a run without the attack has to warn of; empty where the row is not worth a warning."""
     ends: str = ""
-    """What else ends the weakness; `{errors}` stands for the parameter that shows the errors of the first layer."""
+    """What else ends the weakness."""
+    kinds: tuple[str, ...] = ("images",)
+    """The kinds of examples that the attacks are for."""
     undisturbed: bool = False
     """Whether the attack holds for nothing but the update itself: no warning where every client has a defence."""
 
@@ -95,6 +97,8 @@ class Rule:
 
 _CLOSED = ("start=solved", "lr=0.01", "tv=0.0001")
 """A search that starts from the closed form, in steps that are small enough not to leave it at once."""
+_NUMBERS = ("images", "rows")
+"""The kinds of examples whose inputs are numbers, which equations can be solved for."""
 
 RULES: tuple[Rule, ...] = (
     # What a defence does: the search that suits it, and what else reads its traces.
@@ -138,6 +142,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(("dia",), "the units that were dropped are found together with the images", defence="drops units"),
     Rule(("pig",), "layers that the bottleneck's noise does not reach leak by themselves", defence="draws features"),
+    # Texts: what the first layers' gradients span.
+    Rule(
+        ("span-rank", "span", "embedding-rows"),
+        "the gradients of the first layers lie in the span of the words that were read",
+        kinds=("texts",),
+    ),
     # What the update is: equations that determine the input.
     Rule(
         ("unmix",),
@@ -145,6 +155,7 @@ RULES: tuple[Rule, ...] = (
         update=("several examples", "wide first layer"),
         weakness="several examples may come back at once",
         ends="more examples an update than rows, or a convolution as the first layer, end it",
+        kinds=_NUMBERS,
     ),
     Rule(
         ("analytic",),
@@ -152,7 +163,8 @@ RULES: tuple[Rule, ...] = (
         update=("one example", "shown input"),
         unlabelled="labels=idlg",
         weakness="one image comes back in closed form",
-        ends="more examples an update or not sending '{errors}' ends it",
+        ends="more examples an update or not sending that gradient ends it",
+        kinds=_NUMBERS,
     ),
     Rule(
         ("analytic(prior=public)", f"cdia({', '.join(_CLOSED)})"),
@@ -175,6 +187,7 @@ RULES: tuple[Rule, ...] = (
         weakness="one image may come back in closed form",
         ends="more examples an update or local steps end it",
         undisturbed=True,
+        kinds=_NUMBERS,
     ),
     Rule(
         ("r-gap(labels=restore, simulated_client=full)",),
@@ -245,8 +258,10 @@ def parts_of(defence: str) -> list[Part]:
         return [known for part in several for known in parts_of(part)] if len(several) > 1 else [(_UNKNOWN, ())]
 
 
-def aimed_by(server: Server, defence: str | DefenceEntry) -> list[str]:
+def aimed_by(server: Server, defence: str | DefenceEntry, kind: str = "images") -> list[str]:
     """List the attacks of a server on a defence, or on any of an entry of the catalogue, whatever the update is.
+
+    `kind` is that of the examples.
 
     >>> aimed_by("curious", "dropout"), aimed_by("curious", "dropout + what an object is called")
     (['portfolio', 'learned', 'dia'], ['portfolio', 'learned', 'dia'])
@@ -258,7 +273,10 @@ def aimed_by(server: Server, defence: str | DefenceEntry) -> list[str]:
     chosen = (
         text
         for rule in RULES
-        if rule.server == server and not rule.seen and any(_suits(rule, traits) for traits, _ in parts)
+        if rule.server == server
+        and kind in rule.kinds
+        and not rule.seen
+        and any(_suits(rule, traits) for traits, _ in parts)
         for text in rule.attacks
     )
     return list(dict.fromkeys((*named, *chosen)))
@@ -285,7 +303,8 @@ def condition(rule: Rule) -> str:
         does = "any defence but none"
     if rule.unless:
         does += f" that neither {' nor '.join(rule.unless)}" if rule.unless[1:] else f", unless it {rule.unless[0]}"
-    return f"{update or 'any update'}; {does}"
+    kinds = "" if "images" in rule.kinds else f" of {' or '.join(rule.kinds)}"
+    return f"{update or 'any update'}{kinds}; {does}"
 
 
 def as_markdown() -> Iterator[str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.protocol import Attack, CanRefuse
-from gradveil.audit.attack_selection import ADAPTIVE, UNDEFENDED, has_control
+from gradveil.audit.attack_selection import ADAPTIVE, UNDEFENDED, has_control, undefended
 from gradveil.audit.attackers.attacker_table import RULES, Rule, aims_at
 from gradveil.audit.attackers.update_facts import UpdateFacts
 from gradveil.audit.experiment import Experiment
@@ -39,6 +39,8 @@ class Decision:
     """Whether the run has it, or one like it."""
     unfit: Unfit
     """Where else it does not apply."""
+    weak: Mapping[int, str]
+    """client -> what its update shows, where the row is for it."""
 
     @property
     def texts(self) -> list[str]:
@@ -62,45 +64,44 @@ def decide(experiment: Experiment) -> list[Decision]:
     """Decide for every row that looks at updates whether it applies to this run, in the order of the table."""
     facts = [UpdateFacts(experiment, index) for index in range(len(experiment.config.client))]
     clients = _Clients(experiment)
-    rules = (rule for rule in RULES if rule.seen and rule.server == "curious")
+    kind = experiment.space.kind
+    rules = (rule for rule in RULES if rule.seen and rule.server == "curious" and kind in rule.kinds)
     return [_decision(experiment, rule, text, facts, clients) for rule in rules for text in rule.attacks]
 
 
-def widened(experiment: Experiment) -> tuple[Experiment, list[str]]:
-    """Add to `adaptive` what this run's updates give besides; say what was added, and why."""
-    told: list[str] = []
-    for rule, added in _by_rule(each for each in decide(experiment) if not each.reason and not each.tried):
-        told.append(f"adaptive: {listing(each.attack for each in added)} too, since {rule.why}")
-        experiment = _with_attacks(experiment, added)
-    return experiment, told
+def widened(experiment: Experiment, decisions: Sequence[Decision]) -> tuple[Experiment, list[Decision], list[str]]:
+    """Add to `adaptive` what this run's updates give besides; return the decisions then, and what was added and why."""
+    new = [each for each in decisions if not each.reason and not each.tried]
+    told = [
+        f"adaptive: {listing(each.attack for each in added)} too, since {rule.why}" for rule, added in _by_rule(new)
+    ]
+    then = [each if each.reason else replace(each, tried=True) for each in decisions]
+    return _with_attacks(experiment, new), then, told
 
 
-def untried(experiment: Experiment) -> list[str]:
+def untried(decisions: Sequence[Decision]) -> list[str]:
     """Say of every attack of the table that looks at updates, and was not tried, why not; equal reasons once."""
     reasons: dict[str, list[str]] = {}
-    for each in decide(experiment):
+    for each in decisions:
         if not each.tried:
             reasons.setdefault(each.standing, []).append(each.name)
     return [f"{listing(names)}: {standing}" for standing, names in reasons.items()]
 
 
-def closed_forms(experiment: Experiment, *, called: bool = False) -> Iterator[Problem]:
+def closed_forms(experiment: Experiment, decisions: Sequence[Decision], *, called: bool = False) -> Iterator[Problem]:
     """Warn of clients whose update determines examples, where the run has no attack that finds them.
 
     The remedy is told as options, or as arguments where the audit was `called` from Python.
     """
-    facts = [UpdateFacts(experiment, index) for index in range(len(experiment.config.client))]
-    bare = UNDEFENDED in experiment.defences
-    for index, known in enumerate(facts):
-        for rule in (rule for rule in RULES if rule.weakness and (bare or not rule.undisturbed)):
-            if known.lacks(rule) or _has(experiment.attacks.values(), make_attack(rule.attacks[0])):
-                continue
-            layer = known.equations[0] if "{errors}" in rule.ends else None
-            ends = rule.ends.format(errors=layer.errors if layer else "")
-            what = f"{rule.weakness}: {known[rule.update[-1]].seen}"
+    several, bare = len(experiment.config.client) > 1, UNDEFENDED in experiment.defences
+    for each in decisions:
+        rule = each.rule
+        if rule.weakness and not each.tried and (bare or not rule.undisturbed):
             remedy = _asked(rule.attacks[0], rule.undisturbed, called)
-            where = f"client[{index}]" if len(facts) > 1 else "client"
-            yield Problem(where, what, f"attack it so: {remedy}; {ends}", severity="warning")
+            for index, seen in each.weak.items():
+                where = f"client[{index}]" if several else "client"
+                fix = f"attack it so: {remedy}; {rule.ends}"
+                yield Problem(where, f"{rule.weakness}: {seen}", fix, severity="warning")
 
 
 def untested(warning: str) -> str:
@@ -140,21 +141,24 @@ def _decision(
     lacks = {index: reason for index, known in enumerate(facts) if (reason := known.lacks(rule))}
     tried = _has(experiment.attacks.values(), make_attack(attack))
     if len(lacks) == len(facts):
-        return Decision(attack, rule, (), "; ".join(dict.fromkeys(lacks.values())), tried, {})
+        return Decision(attack, rule, (), "; ".join(dict.fromkeys(lacks.values())), tried, {}, {})
     fit = [index for index in range(len(facts)) if index not in lacks]
+    weak = {index: facts[index][rule.update[-1]].seen for index in fit}
     defences = [d for d in experiment.defences if rule.defence is None or _does(rule, d, clients(fit[0], d))]
     if not defences:
-        return Decision(attack, rule, (), f"no defence of the run {rule.defence}", tried, {})
+        return Decision(attack, rule, (), f"no defence of the run {rule.defence}", tried, {}, weak)
     made, unfit = make_attack(attack), Unfit()
     control = [UNDEFENDED] if has_control(experiment.config) and UNDEFENDED not in defences else []
     for defence in (*defences, *control):
         for index, known in enumerate(facts):
-            problems = _problems(made, known, clients(index, defence)) if index not in lacks else ""
+            told = index in lacks or undefended(defence)  # by the facts, which are those of the undefended client
+            problems = "" if told else _problems(made, known, clients(index, defence))
             if reason := lacks.get(index, problems):
                 unfit[index, defence, attack] = reason
     applies = [d for d in defences if any((index, d, attack) not in unfit for index in range(len(facts)))]
     reason = "" if applies else "; ".join(dict.fromkeys(unfit.values()))
-    return Decision(attack, rule, tuple(applies) if rule.defence else (), reason, tried, unfit if applies else {})
+    only = tuple(applies) if rule.defence else ()
+    return Decision(attack, rule, only, reason, tried, unfit if applies else {}, weak)
 
 
 def _does(rule: Rule, defence: str, client: Client) -> bool:
