@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradveil.assurance.statement import assurance_of
 from gradveil.audit.attack_check import STATES, descent, examine
 from gradveil.audit.attack_selection import ATTACKERS
 from gradveil.audit.defence_costs import Costs, costs_of
@@ -61,6 +62,7 @@ def sections(shown: Mapping[str, Any]) -> list[PageSection]:
         (shown["fronts"], section("front", "Cost", "Leak against cost")),
         (rows, section("pictures", "Pictures", "Private images and reconstructions")),
         (rows, section("details", "Details", "Details of each defence")),
+        (shown["statement"], section("assurance", "Assurance", "Assurance")),
         (is_scored, section("table", "Trials", "All trials")),
         (True, section("method", "Method", "Method", "audit_method")),
         (shown["legend"], section("legend", "Legend", "Legend")),
@@ -109,6 +111,7 @@ def context(run: Run, costs: Costs | None = None) -> dict[str, Any]:
         "budget": progress,
         "words": every[0].words if every else ExampleWords(),
         **pareto.section(fronts, rows),
+        "statement": assurance_of(run, costs=costs) if result.verdicts else None,
         "legend": legend(result, thresholds),
         **method.section(run.info, every, rows),
         "data": {"curves": plots.curves(progress, rows), "fronts": plots.fronts(fronts, rows)},
@@ -140,6 +143,7 @@ def _opening(run: Run, result: Findings, config: Mapping[str, Any], shown: Seque
         "threat": threat_model(result.finished, config),
         "scope": scope(judged, config),
         "warnings": run.info.get("warnings", []),
+        "untried": run.info.get("untried", []),
         **_status(run, result),
     }
 
