@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradveil.audit.attack_selection import OF_TEXTS, attacks_against
+from gradveil.audit.attack_selection import attacks_against
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.audit_run import run
 from gradveil.audit.findings import findings_of
@@ -12,6 +12,7 @@ from gradveil.core.errors import GradveilError
 from gradveil.report.marked_sentences import marked_sentences
 
 SETTINGS = {
+    "name": "texts",
     "data": {"name": "reviews"},
     "model": {"name": "small-encoder", "options": {"width": 96}},
     "target_clients": 2,
@@ -19,7 +20,7 @@ SETTINGS = {
 
 
 def test_adaptive_stands_for_attacks_on_texts():
-    assert tuple(attacks_against(["adaptive"], "prune(0.9)", texts=True)) == OF_TEXTS
+    assert list(attacks_against(["adaptive"], "prune(0.9)", kind="texts")) == ["span-rank", "span", "embedding-rows"]
 
 
 def test_another_threshold_is_the_default_of_texts():
@@ -33,7 +34,7 @@ def test_attacks_by_gradients_are_refused_for_texts():
 
 
 def test_sentences_are_recovered_recorded_and_shown(tmp_path):
-    config = RunConfig(**SETTINGS, attacks=["span", "embedding-rows"], defences=["none"], workers=1)
+    config = RunConfig(**SETTINGS, attacks=["span", "embedding-rows"], defences=["none"])
     run(open_experiment(config), tmp_path / "run")
     result = findings_of(load_run(tmp_path / "run"))
     strongest = result.verdicts[0]

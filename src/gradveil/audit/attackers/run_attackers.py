@@ -64,7 +64,7 @@ def decide(experiment: Experiment) -> list[Decision]:
     """Decide for every row that looks at updates whether it applies to this run, in the order of the table."""
     facts = [UpdateFacts(experiment, index) for index in range(len(experiment.config.client))]
     clients = _Clients(experiment)
-    kind = experiment.space.kind
+    kind = experiment.space.words.kind
     rules = (rule for rule in RULES if rule.seen and rule.server == "curious" and kind in rule.kinds)
     return [_decision(experiment, rule, text, facts, clients) for rule in rules for text in rule.attacks]
 
