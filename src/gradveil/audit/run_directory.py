@@ -232,7 +232,7 @@ class _Expected(StoredPart):
     gallery: Count = 0
 
 
-class _Scores(StoredPart):
+class _ExampleScores(StoredPart):
     success: Annotated[int, Field(ge=0, le=1)]
     exact: bool | None = None
     identified: bool | None = None
@@ -243,7 +243,7 @@ class _Scores(StoredPart):
     expected_transformed: _Expected = _Expected()
 
 
-class _ImageScores(_Scores):
+class _ImageScores(_ExampleScores):
     mse: Amount
     psnr: float
     ssim: float
@@ -262,7 +262,7 @@ class _TargetRecord(StoredPart):
     initial: float | None = None
     distance: float | None = None
     mse_taylor: float | None = None
-    per_image: Annotated[list[_Scores], Field(min_length=1)]
+    per_image: Annotated[list[_ExampleScores], Field(min_length=1)]
 
 
 class _ImagesRecord(_TargetRecord):

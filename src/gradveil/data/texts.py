@@ -26,7 +26,7 @@ LENGTH = 32
 PIECES = 2048
 """Tokens of a vocabulary that is learned from the public texts."""
 SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
-"""Padding, start, end, and words with unknown letters."""
+"""Tokens that are no words: padding, start, end, and what the vocabulary lacks."""
 _WORD = re.compile(r"\w+|[^\w\s]")
 _COLUMNS = ("text", "sentence", "review", "content")
 """Names of the column with the texts."""
