@@ -4,12 +4,11 @@ import pytest
 
 from gradveil.audit.attack_selection import attacks_against
 from gradveil.audit.audit_config import RunConfig
-from gradveil.audit.audit_run import run
 from gradveil.audit.findings import findings_of
 from gradveil.audit.preflight import open_experiment
-from gradveil.audit.run_directory import load_run
 from gradveil.core.errors import GradveilError
 from gradveil.report.marked_sentences import marked_sentences
+from tests.audit.runs import execute
 
 SETTINGS = {
     "name": "texts",
@@ -35,8 +34,8 @@ def test_attacks_by_gradients_are_refused_for_texts():
 
 def test_sentences_are_recovered_recorded_and_shown(tmp_path):
     config = RunConfig(**SETTINGS, attacks=["span", "embedding-rows"], defences=["none"])
-    run(open_experiment(config), tmp_path / "run")
-    result = findings_of(load_run(tmp_path / "run"))
+    recorded, _ = execute(config, tmp_path / "run")
+    result = findings_of(recorded)
     strongest = result.verdicts[0]
     assert (strongest.identifiable, strongest.images, strongest.level) == (2, 2, "broken")
     pairs = marked_sentences(strongest.best.info)
