@@ -173,3 +173,14 @@ def test_the_shares_under_error_feedback_are_what_was_recorded():
     last = [recorded["dgp", number] for number in rounds]
     assert [float(row["gamma"]) for row in last] == sorted(float(row["gamma"]) for row in last)
     assert float(last[-1]["residual_squared"]) > float(last[-1]["lemma_1_with_first_gamma"])
+
+
+def test_audits_of_epsilon_are_what_was_recorded():
+    with (HERE / "benchmarks/results/epsilon-audit.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    page = (HERE / "docs/explanation/guarantees.md").read_text("utf-8").partition("benchmarks/epsilon_audit.py")[2]
+    for row in rows:
+        claimed = "" if row["sigma"] == row["promised_sigma"] else f", claims that of {row['promised_sigma']}"
+        (line,) = [line for line in page.splitlines() if line.startswith(f"| {row['sigma']}{claimed} |")]
+        assert f"| {row['claimed']} |" in line
+        assert f"{row['median']} ({row['least']} to {row['most']})" in line

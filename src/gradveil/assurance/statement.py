@@ -159,7 +159,7 @@ def assurance_of(
         _system(run, verdict, config),
         LEVELS[verdict.level][0],
         f"{title}: {LEVELS[verdict.level][1]}.",
-        f"The strongest attack identified and recovered {verdict.identifiable} of {plural(verdict.images, 'image')} "
+        f"The strongest attack identified and recovered {verdict.identifiable} of {best.counted(verdict.images)} "
         f"({percent(verdict.rate)}, 95% interval {interval(low, high)}). Other attacks may do better.",
         _worst(best),
         tuple(_attackers(verdict, rows)),
@@ -189,6 +189,7 @@ def _chosen(found: Sequence[Verdict], defence: str | None, recommended: str | No
 
 def _system(run: Run, verdict: Verdict, config: Mapping[str, Any]) -> dict[str, str]:
     setting, info = verdict.setting, verdict.best.info
+    private = plural(verdict.images, f"private {verdict.best.words.noun}")
     weights = "trained weights" if (config.get("model") or {}).get("weights") or setting.trained else "initial weights"
     title = str(info.get("defence_title") or "")
     return {
@@ -196,7 +197,7 @@ def _system(run: Run, verdict: Verdict, config: Mapping[str, Any]) -> dict[str, 
         "data": setting.data,
         "client": setting.update + (f", {setting.round + 1} rounds watched" if setting.round else ""),
         "defence": f"{verdict.defence}{f' ({title})' if title and title != verdict.defence else ''}",
-        "audited": f"{plural(verdict.images, 'private image')}, seed {listing(str(seed) for seed, _ in verdict.seeds)}",
+        "audited": f"{private}, seed {listing(str(seed) for seed, _ in verdict.seeds)}",
     }
 
 
@@ -263,12 +264,12 @@ def _oracle(verdict: Verdict) -> str:
 
 
 def _worst(row: Row) -> str:
-    every = [(scores.get("ssim") or 0.0, client, scores) for client, _, scores in row.scores()]
+    every = [(scores.get(row.words.headline) or 0.0, client, scores) for client, _, scores in row.scores()]
     score, client, scores = max(every, key=lambda entry: entry[0])
     outcome = "recovered" if scores.get("success") else "not recovered"
     named = scores.get("identified")
     singled = "" if named is None else ", identified" if named else ", not identified"
-    return f"client {client}, SSIM {score:.2f}, {outcome}{singled}"
+    return f"client {client}, {row.words.metric} {score:.2f}, {outcome}{singled}"
 
 
 def _risks(verdict: Verdict) -> Iterator[RiskNumber]:
@@ -281,7 +282,13 @@ def _risks(verdict: Verdict) -> Iterator[RiskNumber]:
     value, low, high = risk_of(best)
     control = max(verdict.baseline, best.control("wrong_target_client", "identifiable") or 0.0)
     yield RiskNumber(
-        "singling out", meanings["singling out"], value, low, high, control, "images recovered and identified"
+        "singling out",
+        meanings["singling out"],
+        value,
+        low,
+        high,
+        control,
+        f"{best.words.plural} recovered and identified",
     )
     yield RiskNumber("linkability", meanings["linkability"], note="not measured: the data name no persons")
     inferred = [row for row in eligible(verdict.rows) if row.info["knowledge"].get("targets") not in ("known",)]
@@ -293,7 +300,7 @@ def _risks(verdict: Verdict) -> Iterator[RiskNumber]:
     labels = [label for record in row.trial.records for label in record.get("label") or ()]
     floor = max(Counter(labels).values()) / len(labels) if labels else 1.0
     if floor == 1:
-        yield RiskNumber("inference", meanings["inference"], note="not measured: all images have the same label")
+        yield RiskNumber("inference", meanings["inference"], note="not measured: all labels are the same")
         return
     value, low, high = risk(round(_labels(row) * row.images), row.images, floor)
     yield RiskNumber("inference", meanings["inference"], value, low, high, floor, "labels; no other attribute")
