@@ -173,3 +173,13 @@ def test_the_shares_under_error_feedback_are_what_was_recorded():
     last = [recorded["dgp", number] for number in rounds]
     assert [float(row["gamma"]) for row in last] == sorted(float(row["gamma"]) for row in last)
     assert float(last[-1]["residual_squared"]) > float(last[-1]["lemma_1_with_first_gamma"])
+
+
+def test_recovered_texts_are_those_of_the_records():
+    page = (HERE / "docs/results.md").read_text("utf-8").partition("\n## Text\n")[2]
+    lines = (HERE / "benchmarks/results/text-recovery.jsonl").read_text("utf-8").splitlines()
+    for row in map(json.loads, lines):
+        names = {1.0: "100%", 0.0: "0%"}
+        keys = ("tokens", "recall") if "exact" in row else ("first_1", "first_10", "first_100")
+        shares = " | ".join(names.get(row[key], f"{100 * row[key]:.1f}%") for key in keys)
+        assert f"| {shares} |" in page
