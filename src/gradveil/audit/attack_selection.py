@@ -26,6 +26,7 @@ from gradveil.attacks.protocol import Active, Attack
 from gradveil.audit.audit_config import AUTO, RunConfig
 from gradveil.core.errors import GradveilError
 from gradveil.core.user_code import users
+from gradveil.data.registry import kind_of
 from gradveil.defences import entries, parse
 from gradveil.defences.entry import PLANTED
 from gradveil.runs.run_folder import digest
@@ -137,6 +138,12 @@ OF_BATCHES = ("unmix",)
 They apply to some models only. Where one does not, the others of `adaptive` attack without it.
 """
 
+OF_KINDS: Mapping[str, tuple[str, ...]] = {"rows": ("analytic", "tableak")}
+"""Attackers of `adaptive` on other examples than images, in the place of those that need pictures."""
+
+SPARED = (*OF_BATCHES, "analytic")
+"""Attackers that `adaptive` does without where they do not apply."""
+
 WORDS = ADAPTIVE, MALICIOUS = "adaptive", "malicious"
 """The words of a run file for all attackers that aim at each defence: servers that are curious, or malicious."""
 _ANY_DEFENCE = ("portfolio", "learned")
@@ -232,12 +239,13 @@ def without_aim(attacks: Iterable[str]) -> list[str]:
 
 
 def attacks_against(
-    attacks: Iterable[str], defence: str, *, public: bool = True, batches: bool = False
+    attacks: Iterable[str], defence: str, *, public: bool = True, batches: bool = False, kind: str = "images"
 ) -> Iterator[str]:
     """List the attacks that are run on this defence; its own attackers replace `adaptive` and `malicious`.
 
     Each attacker comes once. Without public data those that learn from such data are left out. Those of `OF_BATCHES`
-    come first where updates of `batches` are attacked.
+    come first where updates of `batches` are attacked. On another `kind` of examples than images those of `OF_KINDS`
+    stand for all that need pictures.
 
     >>> list(attacks_against(["ig", "r-gap on none"], "None")), list(attacks_against(["ig", "r-gap on none"], "dgp"))
     (['ig', 'r-gap'], ['ig'])
@@ -250,7 +258,10 @@ def attacks_against(
             yield text
             continue
         first = OF_BATCHES if batches and is_adaptive(aim(text).attack) else ()
-        for aimed in (*first, *_AIMED[_word(text)](defence)):
+        own = _AIMED[_word(text)](defence)
+        if kind in OF_KINDS and is_adaptive(aim(text).attack):
+            own = [*OF_KINDS[kind], *(each for each in own if getattr(make_attack(each), "needs", "") != "pictures")]
+        for aimed in (*first, *own):
             if make_name(aimed) not in known and (public or not _needs_public(aimed)):
                 known.add(make_name(aimed))
                 yield aimed
@@ -327,7 +338,7 @@ def control_attacks(config: RunConfig) -> list[str]:
 def met(config: RunConfig, defence: str) -> list[str]:
     """List the attacks of a run on one of its defences."""
     batches = any(client.examples > 1 for client in config.client)
-    return list(attacks_against(config.attacks, defence, batches=batches))
+    return list(attacks_against(config.attacks, defence, batches=batches, kind=kind_of(config.data.name)))
 
 
 def first_met(config: RunConfig, attack: str) -> str:

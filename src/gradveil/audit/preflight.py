@@ -12,7 +12,7 @@ from torch import nn
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.protocol import Attack, CanRefuse, Prospect
 from gradveil.audit.argument_checks import declared
-from gradveil.audit.attack_selection import OF_BATCHES, UNDEFENDED, WORDS, control_attacks, met, without_aim
+from gradveil.audit.attack_selection import SPARED, UNDEFENDED, WORDS, control_attacks, met, without_aim
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.recorded.recorded_updates import observed_images, open_observed
@@ -43,7 +43,7 @@ def model_problems(experiment: Experiment) -> list[Problem]:
         model,
         first,
         experiment.loss,
-        bounds=experiment.space.bounds(first.inputs),
+        bounds=experiment.space.limits(first.inputs),
         classes=len(experiment.private.classes),
     )
     hint = "" if settings.prepare else "; or let it be done: --set model.prepare=true"
@@ -89,7 +89,7 @@ def obstacles(experiment: Experiment) -> Obstacles:
             problems.append(each)
         elif each.problems and (each.attack in fits or _spared(experiment, each, attacked)):
             unfit[each[:3]] = "; ".join(f"{p.what} -> {p.remedy}" for p in each.problems)
-            if each.attack not in OF_BATCHES:
+            if each.attack not in SPARED:
                 problems += (replace(p, severity="warning") for p in each.problems)
         else:
             problems += each.problems
@@ -114,7 +114,7 @@ def _spared(experiment: Experiment, each: _Meeting, attacked: set[tuple[int, str
     if each[:2] not in attacked:
         return False
     named = each.attack in without_aim(experiment.config.attacks)
-    return not named and (each.attack in OF_BATCHES or not experiment.source.simulated)
+    return not named and (each.attack in SPARED or not experiment.source.simulated)
 
 
 def _obstacles(experiment: Experiment) -> Iterator[Problem | _Meeting]:

@@ -215,7 +215,7 @@ class _Expected(StoredPart):
     gallery: Count = 0
 
 
-class _Scores(StoredPart):
+class _ExampleScores(StoredPart):
     success: Annotated[int, Field(ge=0, le=1)]
     exact: bool | None = None
     identified: bool | None = None
@@ -226,7 +226,7 @@ class _Scores(StoredPart):
     expected_transformed: _Expected = _Expected()
 
 
-class _ImageScores(_Scores):
+class _ImageScores(_ExampleScores):
     mse: Amount
     psnr: float
     ssim: float
@@ -245,7 +245,7 @@ class _TargetRecord(StoredPart):
     initial: float | None = None
     distance: float | None = None
     mse_taylor: float | None = None
-    per_image: Annotated[list[_Scores], Field(min_length=1)]
+    per_image: Annotated[list[_ExampleScores], Field(min_length=1)]
 
 
 class _ImagesRecord(_TargetRecord):

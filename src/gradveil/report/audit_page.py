@@ -22,6 +22,7 @@ from gradveil.report.identical_trials import KINDS, identical, named, short_name
 from gradveil.report.legend import legend
 from gradveil.report.page import PageSection, frame, render, section
 from gradveil.report.pictures import OUTCOMES, Picture, data_uri, picture_uri, pictures_of, room_of_each
+from gradveil.report.shown_rows import shown_rows
 from gradveil.report.table import table_body
 
 _FUNCTIONS = {
@@ -57,13 +58,19 @@ def sections(shown: Mapping[str, Any]) -> list[PageSection]:
         (shown["recorded"], section("observed", "Records", "Recorded updates")),
         (is_scored, section("defences", "Defences", "Defences")),
         (shown["fronts"], section("front", "Cost", "Leak against cost")),
-        (rows, section("pictures", "Pictures", "Private images and reconstructions")),
+        (rows, section("pictures", *_titles(shown["words"]))),
         (rows, section("details", "Details", "Details of each defence")),
         (is_scored, section("table", "Trials", "All trials")),
         (True, section("method", "Method", "Method", "audit_method")),
         (shown["legend"], section("legend", "Legend", "Legend")),
     )
     return [each for is_shown, each in every if is_shown]
+
+
+def _titles(words: ExampleWords) -> tuple[str, str]:
+    """Name the section of private examples and reconstructions, for the menu and in full."""
+    short = "Pictures" if words == ExampleWords() else words.plural.capitalize()
+    return short, f"Private {words.plural} and reconstructions"
 
 
 def context(run: Run, costs: Costs | None = None) -> dict[str, Any]:
@@ -97,6 +104,7 @@ def context(run: Run, costs: Costs | None = None) -> dict[str, Any]:
         "tables": defence_tables(shown, result),
         "exhibits": shown,
         "halls": halls(shown),
+        "row_tables": shown_rows(shown),
         "pictures": pictures,
         "names": names,
         "control": result.control,
