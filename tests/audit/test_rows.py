@@ -4,13 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from gradveil import audit
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.run_directory import load_run
 from gradveil.audit.run_file import resolve
 from gradveil.cli.app import app
 from gradveil.core.errors import GradveilError
+from gradveil.data import table
+from gradveil.nn import build
 
 RUN = """
 name = "rows"
@@ -65,3 +69,17 @@ def test_the_search_for_rows_beats_the_closed_form_on_batches(tmp_path: Path) ->
 def test_what_needs_another_kind_of_examples_is_refused(changes: dict[str, Any], where: str) -> None:
     with pytest.raises(GradveilError, match=where):
         open_experiment(resolve(settings(target_clients=2, **changes)))
+
+
+def test_a_table_from_python_is_audited_like_one_from_a_file() -> None:
+    columns = {"age": [20.5 + i for i in range(80)], "sex": ["f", "m"] * 40, "ill": [0, 1] * 40}
+    rows = table(columns, label="ill")
+    model = build(
+        "tabular-mlp",
+        classes=2,
+        generator=torch.Generator().manual_seed(0),
+        example=rows.public.space.model_facts(),
+    )
+    result = audit(model, rows.private, attacks=["adaptive"], public=rows.public, target_clients=4)
+    assert result.verdicts[0].identifiable == 4
+    assert result.verdicts[0].best.words.noun == "row"
