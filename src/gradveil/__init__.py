@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from gradveil.assurance.replay_audit import audit_epsilon
     from gradveil.attacks.knowledge import Knowledge
     from gradveil.attacks.protocol import Attack, Observation
     from gradveil.audit.api import Inverted, Result
@@ -40,6 +41,7 @@ else:
             "Local": "gradveil.client.local_training",
             "Observation": "gradveil.attacks.protocol",
             "__version__": "gradveil.core.release",
+            "audit_epsilon": "gradveil.assurance.replay_audit",
             "chain": "gradveil.core.chain",
             "parse": "gradveil.defences.defence_catalogue",
         },
@@ -55,6 +57,7 @@ __all__ = [
     "Observation",
     "__version__",
     "audit",
+    "audit_epsilon",
     "chain",
     "invert",
     "parse",

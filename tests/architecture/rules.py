@@ -22,6 +22,7 @@ LAYERS = (
     {"defences", "attacks", "data"},
     {"federated"},
     {"audit", "integrations"},
+    {"assurance"},
     {"tune", "report"},
     {"papers"},
     {""},  # the package itself, which offers what the layers below it do

@@ -10,9 +10,9 @@ from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.closed_form.outer_products import factored
 from gradveil.attacks.closed_form.sent_entries import sent_entries
 from gradveil.attacks.protocol import Observation, Prospect
+from gradveil.audit.attackers.run_attackers import decide, widened
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.run_file import resolve
-from gradveil.audit.run_warnings import with_estimates
 from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
@@ -153,5 +153,6 @@ def test_update_of_zeros_is_reported_as_stalled():
 def test_adaptive_estimates_only_plain_chains_behind_defences(model, chain):
     raw = {"name": "r", "data": {"name": "faces", "size": 32, "public": 12}, "model": {"name": model}}
     raw |= {"target_clients": 1, "defences": ["none", "dgp", "dropout"], "attacks": ["ig"]}
-    added = with_estimates(open_experiment(resolve(raw), checked=False)).config.attacks[1:]
-    assert added == ([f"{FULL} on dgp"] if chain else [])
+    experiment = open_experiment(resolve(raw), checked=False)
+    added = widened(experiment, decide(experiment))[0].config.attacks[1:]
+    assert added == (["r-gap", f"{FULL} on dgp"] if chain else [])

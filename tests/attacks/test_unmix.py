@@ -9,7 +9,6 @@ from torch import nn
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.closed_form.independent_images import completed, differences, independent, spanned, whitening
 from gradveil.attacks.protocol import Prospect
-from gradveil.audit.attack_selection import attacks_against
 from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
@@ -196,13 +195,6 @@ def test_convolutional_models_raise_with_the_reason():
     scene = tiny(examples=4)
     with pytest.raises(GradveilError, match="begins with a Conv2d"):
         attack(scene)
-
-
-def test_adaptive_tries_it_first_on_batches_only():
-    assert next(attacks_against(["adaptive"], "dgp", batches=True)) == "unmix"
-    assert "unmix" not in attacks_against(["adaptive"], "dgp")
-    assert "unmix" not in attacks_against(["malicious"], "dgp", batches=True)
-    assert list(attacks_against(["unmix", "adaptive"], "dgp", batches=True)).count("unmix") == 1
 
 
 def test_separation_agrees_with_scikit_learn():

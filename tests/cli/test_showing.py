@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from gradveil.audit.attackers.run_attackers import decide, widened
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.run_file import resolve
-from gradveil.audit.run_warnings import with_closed_forms
 from gradveil.cli.app import run
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
@@ -73,7 +73,8 @@ def test_the_attack_recovers_behind_every_model_defence(capsys: pytest.CaptureFi
 def with_added(**settings: object) -> Experiment:
     """A run of this model, with the attacks in closed form."""
     raw = {"name": "r", "data": {"name": "faces", "size": 16}, "model": {"name": "vit"}, "target_clients": 1}
-    return with_closed_forms(open_experiment(resolve(raw | {"attacks": ["ig"]} | settings), checked=False))
+    experiment = open_experiment(resolve(raw | {"attacks": ["ig"]} | settings), checked=False)
+    return widened(experiment, decide(experiment))[0]
 
 
 def added(**settings: object) -> list[str]:
@@ -85,7 +86,8 @@ def test_adaptive_attacks_in_closed_form_too(capsys: pytest.CaptureFixture[str])
     words = [*WORDS, "--defence", "prune(0.5)", "--attack", "adaptive", "--iterations", "1", "--budget", "64", "--json"]
     assert run([*words, "--set", "data.public=12"]) == 0
     out, err = capsys.readouterr()
-    assert f"adaptive: analytic, analytic(prior=public), {CONTINUED} and {BY_TOKEN} too" in err
+    for names in ("analytic", f"analytic(prior=public) and {CONTINUED}", BY_TOKEN):
+        assert f"adaptive: {names} too, since" in err
     assert "warning: client" not in err
     attacks = [row["attack"] for row in json.loads(out)["trials"]]
     assert attacks[-4:] == ["analytic", "analytic(prior=public)", CONTINUED, BY_TOKEN]
@@ -96,20 +98,22 @@ def test_closed_form_attacks_meet_only_clients_that_reveal_images() -> None:
     assert added() == ["analytic"]
     assert added(defences=["none", "gaussian(0.1)"]) == ["analytic", "analytic(prior=public)", CONTINUED, BY_TOKEN]
     whole = {"model": {"name": "tests.cli.test_showing:whole"}, "defences": ["gaussian(0.1)"]}
-    assert added(**whole)[2:] == [CONTINUED], "no patches"
+    assert added(**whole)[2:] == [CONTINUED, f"{ESTIMATE} on gaussian(0.1)"], "no patches"
     assert added(defences=["dropout(0.25)"]) == ["analytic"]
     assert added(client=[{"batch": 2}]) == []
-    assert added(client=[{"batch": 1}, {"batch": 2}]) == []
+    several = with_added(client=[{"batch": 1}, {"batch": 2}])
+    assert (several.config.attacks[1:], [*several.unfit]) == (["analytic"], [(1, "none", "analytic")])
     assert added(model={"name": "lenet-zhu"}) == ["r-gap"]
 
 
+ESTIMATE = "r-gap(labels=restore, simulated_client=full)"
 CHAIN = {"name": "scheliga-cnn"}
 
 
 def test_chains_of_layers_are_solved_where_a_defence_leaves_them_one() -> None:
     sized = {"data": {"name": "faces", "size": 32}}
     assert added(model=CHAIN, **sized) == ["r-gap"]
-    assert added(model=CHAIN, **sized, defences=["none", "prune(0.9)"]) == ["r-gap"]
+    assert added(model=CHAIN, **sized, defences=["none", "prune(0.9)"]) == ["r-gap", f"{ESTIMATE} on prune(0.9)"]
     some = with_added(model=CHAIN, **sized, defences=["none", "precode"])
     assert some.config.attacks[1:] == ["r-gap"]
     assert [*some.unfit] == [(0, "precode", "r-gap")]

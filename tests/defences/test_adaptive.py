@@ -12,6 +12,7 @@ from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.knowledge import Known
 from gradveil.attacks.protocol import Active
 from gradveil.audit.attack_selection import aimed_at, attacks_against, pairs, planted_for, trials
+from gradveil.audit.attackers.attacker_table import aimed_by
 from gradveil.cli.app import run
 from gradveil.core.errors import GradveilError
 from gradveil.defences import DEFENCES, Gaussian, chain
@@ -26,7 +27,7 @@ def granted_secrets(attack):
 
 @pytest.mark.parametrize("name", DEFENCES)
 def test_every_defence_has_an_adaptive_attack(name):
-    attacks = [make_attack(text) for text in DEFENCES[name].adaptive]
+    attacks = [make_attack(text) for text in aimed_by("curious", DEFENCES[name])]
     assert attacks, f"{name} names no attacker that aims at it"
     if DEFENCES[name].changes:
         knows = [attack.simulated_client == "full" and not granted_secrets(attack) for attack in attacks]
@@ -35,9 +36,9 @@ def test_every_defence_has_an_adaptive_attack(name):
 
 @pytest.mark.parametrize("name", DEFENCES)
 def test_every_defence_has_a_malicious_server(name):
-    assert all(isinstance(make_attack(text), Active) for text in DEFENCES[name].malicious)
-    assert not [text for text in DEFENCES[name].adaptive if isinstance(make_attack(text), Active)]
-    names = {text.partition("(")[0] for text in DEFENCES[name].malicious}
+    assert all(isinstance(make_attack(text), Active) for text in aimed_by("malicious", DEFENCES[name]))
+    assert not [text for text in aimed_by("curious", DEFENCES[name]) if isinstance(make_attack(text), Active)]
+    names = {text.partition("(")[0] for text in aimed_by("malicious", DEFENCES[name])}
     assert names == {"rob", "curious", "fishing"}
 
 
@@ -47,17 +48,10 @@ def test_decoys_apply_to_defences_that_cut_large_entries():
     assert planted_for("an object's own name") == planted_for("none")
 
 
-def test_entry_without_adaptive_attacks_raises():
-    with pytest.raises(TypeError, match="adaptive"):
-        DefenceEntry(  # type: ignore[call-arg]
-            name="mine", factory=dict, description="", citation="", changes=("send",), guarantee="none", cost=""
-        )
-
-
-def entry(name, adaptive):
+def entry(name, adaptive=(), traits=()):
     return DefenceEntry(
         name=name, factory=lambda: DEFENCES["sign"](), description="", citation="", changes=("send",),
-        guarantee="none", cost="", adaptive=adaptive,
+        guarantee="none", cost="", adaptive=adaptive, traits=traits,
     )  # fmt: skip
 
 
@@ -71,9 +65,11 @@ def test_factory_result_fills_the_slot_of_its_entry(changes):
             mine()
 
 
-def test_entry_with_unknown_attacks_raises():
-    with pytest.raises(GradveilError, match=r"mine\.adaptive: names no attacker that aims at it"):
-        entry("mine", ())
+def test_custom_entry_has_the_attacks_of_its_traits(monkeypatch):
+    monkeypatch.setitem(DEFENCES, "mine", entry("mine", traits=("zeros entries", "zeros by size")))
+    assert aimed_at("mine") == aimed_at("prune(0.5)")
+    monkeypatch.setitem(DEFENCES, "mine", entry("mine"))
+    assert aimed_at("mine") == ["portfolio", "learned"]
 
 
 @pytest.mark.parametrize("adaptive", [("ig",), ("pig", "analytic"), ("wiig",)])

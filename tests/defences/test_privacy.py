@@ -107,7 +107,7 @@ def test_mechanism_bounds_equal_the_effect_of_one_example(text):
 @pytest.mark.parametrize("name", DEFENCES)
 def test_promise_needs_registered_clipped_normal_noise(name):
     message = privacy_of(LAWS[name].texts[0]).promise()
-    assert message.startswith("differential privacy of each") == (name in {"dp", "fed-cdp", "user-dp"})
+    assert message.startswith("differential privacy of each") == (name in {"dp", "fed-cdp", "user-dp", "local-dp"})
     assert "epsilon" not in message.replace("epsilon follows from the training", "")
     if name not in {"dp", "fed-cdp", "user-dp"}:
         assert message == NOTHING
@@ -121,7 +121,7 @@ HALVES = {"clip", "clip-example", "gaussian"}
 def test_heuristics_have_no_formal_guarantee(name):
     """`gradveil list` prints these words, and never an epsilon's number."""
     message = DEFENCES[name].guarantee
-    if name not in {"dp", "fed-cdp", "user-dp"} | HALVES:
+    if name not in {"dp", "fed-cdp", "user-dp", "local-dp"} | HALVES:
         assert message.startswith(NOTHING)
     assert not any(character.isdigit() for character in message.replace("l1", "").replace("l2", ""))
 

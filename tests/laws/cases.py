@@ -113,6 +113,12 @@ LAWS = {
     "dgc": Law(("dgc(keep=0.1, warmup=3)", "dgc(keep=0.3, momentum=0.5, warmup=0)")),
     "soteria": Law(("soteria(percentile=60)", "soteria(percentile=80, variant=published_code)")),
     "outpost": Law(("outpost(beta=0.01)", "outpost(scale=0.5, prune=30, phi=70)"), surrogate=True),
+    "percentile": Law(("percentile(percentile=60, gamma=0.05)", "percentile(gamma=inf, percentile=70, steps=2)")),
+    "svt": Law(
+        ("svt(gamma=0.05, tau=0.01, fraction=0.3)", "svt(gamma=0.1, noise_var=5, replace=false, steps=2)"),
+        identity=False,
+    ),
+    "local-dp": Law(("local-dp(clip=0.3, epsilon=4)",)),
     "label-smoothing": Law(("label-smoothing(alpha=0.3)",)),
     "mixup": Law(("mixup(alpha=1)", "mixup(alpha=0.3)")),
     "instahide": Law(("instahide(k=3)", "instahide(k=2, cap=1)", "instahide(mix=public)"), identity=False),

@@ -45,6 +45,8 @@ from gradveil.attacks.learned import Learned
 from gradveil.attacks.malicious.fishing import SEARCHED, Fishing, fishing
 from gradveil.attacks.malicious.planted_block import Imprint, Trap
 from gradveil.attacks.many_rounds import averaging, glaus
+from gradveil.attacks.sequences.embedding_rows import EmbeddingRows
+from gradveil.attacks.sequences.span_attack import SpanAttack, span_rank
 from gradveil.attacks.undo_batch_defence import undoing
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.plugins import Catalogue, Plugin
@@ -322,6 +324,8 @@ _PORTFOLIO = "Gradveil; Geiping et al. 2020 (breaching) for the variation of col
 _TABLEAK = "Vero, Balunović, Dimitrov, Vechev 2023, TabLeak: Tabular Data Leakage in Federated Learning (ICML)"
 _MEAN = "the law of large numbers"
 _GLAUS = "Yang et al. 2023 (GLAUS)"
+_FILM = "Gupta et al. 2022, Recovering Private Text in Federated Learning of Language Models (NeurIPS)"
+_DAGER = "Petrov, Dimitrov, Baader, Müller, Vechev 2024, DAGER: Exact Gradient Inversion for Large Language Models"
 _FISHED = (*(s for s in settings_of(Fishing) if s.name in ("target", "share")), *_only(*SEARCHED, "simulated_client"))
 _POOLED = _only(*SEARCHED, "labels", "halving", "start")
 _SAMPLED = (*settings_of(glaus), *_POOLED)
@@ -359,6 +363,9 @@ ATTACKS: dict[str, AttackEntry] = {
             "glaus", glaus, "magnitudes from how often entries were sampled, then IG or DLG", _GLAUS, _SAMPLED
         ),
         AttackEntry("learned", Learned, "a network trained on public images and simulated updates", _WU),
+        AttackEntry("embedding-rows", EmbeddingRows, "texts: words and their order off embedding rows", _FILM),
+        AttackEntry("span", SpanAttack, "texts: words and their order by membership in two layers' spans", _DAGER),
+        AttackEntry("span-rank", span_rank, "texts: span, with words ranked where noise fills the space", _DAGER),
     )
 }
 """Every attack that a run file, the command line or `make_attack` can name."""

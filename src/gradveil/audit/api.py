@@ -40,6 +40,7 @@ from gradveil.audit.attack_selection import (
     stands_for_many,
     without_aim,
 )
+from gradveil.audit.attackers.run_attackers import Decision, closed_forms, decide, untried, widened
 from gradveil.audit.audit_run import describe, run, title
 from gradveil.audit.display import Screen
 from gradveil.audit.experiment import Experiment
@@ -49,7 +50,6 @@ from gradveil.audit.preflight import others, unobstructed
 from gradveil.audit.recommendation import Recommendation
 from gradveil.audit.run_directory import Store, Trial, load_run
 from gradveil.audit.run_file import resolve, unmet, with_defaults
-from gradveil.audit.run_warnings import closed_forms, widened
 from gradveil.audit.trial import sharing
 from gradveil.audit.verdict import Verdict
 from gradveil.client import Client, Local
@@ -195,9 +195,8 @@ def audit_model(
     }
     problems = list(wrong_arguments(given))
     sound, title_of_model, done = not problems, type(model).__name__, []
-    batches = _begins_fully_connected(model) and isinstance(client_batch, int) and client_batch > 1
     kind = "images" if space is None else space.words.kind
-    whole = _spelled_out(attacks, defences, public is not None, batches, kind)
+    whole = _spelled_out(attacks, defences, public is not None, kind)
     tried = named("attacks", _without_aim(whole), partial(_attack, settings), problems)
     against = named("defences", defences, partial(parse, own=True), problems)
     problems += _unmet(whole, list(against))
@@ -227,14 +226,15 @@ def audit_model(
     config = resolve({**raw, "target_clients": target_clients}, names=False)
     experiment = Experiment(config, data, known, _copies(model), against, tried, loss, facts, tuple(done))
     experiment = unobstructed(experiment)
+    decisions = decide(experiment)
     if any(isinstance(attack, str) and is_adaptive(attack) for attack in attacks):
-        experiment, _ = widened(experiment)
+        experiment, decisions, _ = widened(experiment, decisions)
     make = partial(Result, write_report=write_report, draw_figure=draw_figure, as_html=as_html)
-    return _run(experiment, out, make, progress)
+    return _run(experiment, decisions, out, make, progress)
 
 
 def _spelled_out(
-    attacks: Sequence[str | Attack], defences: Sequence[str | Defence], public: bool, batches: bool, kind: str
+    attacks: Sequence[str | Attack], defences: Sequence[str | Defence], public: bool, kind: str
 ) -> Sequence[str | Attack]:
     """Put the attackers of all these defences in the place of `adaptive` and `malicious`."""
     if not isinstance(attacks, list | tuple) or not isinstance(defences, list | tuple):
@@ -244,24 +244,14 @@ def _spelled_out(
     for attack in attacks:
         if isinstance(attack, str) and stands_for_many(attack):
             others = [text for text in attacks if isinstance(text, str) and not stands_for_many(text)]
-            aimed = [
-                t
-                for name in names
-                for t in attacks_against([*others, attack], name, public=public, batches=batches, kind=kind)
-            ]
+            against = (attacks_against([*others, attack], name, public=public, kind=kind) for name in names)
+            aimed = [text for some in against for text in some]
             at = aim(attack).defence
             new = (text for text in dict.fromkeys(aimed) if text not in without_aim(others))
             spelled += [text if at is None else f"{text} on {at}" for text in new]
         else:
             spelled.append(attack)
     return spelled
-
-
-def _begins_fully_connected(model: object) -> bool:
-    """Say whether the first layer of a model, in the order of definition, is fully connected."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    first = next((m for m in modules if any(True for _ in m.parameters(recurse=False))), None)
-    return isinstance(first, nn.Linear)
 
 
 def _without_aim(attacks: Sequence[str | Attack]) -> Sequence[str | Attack]:
@@ -308,11 +298,24 @@ def _copies(model: nn.Module) -> Callable[[int], nn.Module]:
     return lambda _: copy.deepcopy(model)
 
 
-def _run(experiment: Experiment, out: Path | str | None, make: Callable[..., Result], progress: bool | None) -> Result:
+def _run(
+    experiment: Experiment,
+    decisions: Sequence[Decision],
+    out: Path | str | None,
+    make: Callable[..., Result],
+    progress: bool | None,
+) -> Result:
     folder = Path(tempfile.mkdtemp(prefix="gradveil-") if out is None else out)
-    warnings = tuple(str(problem) for problem in closed_forms(experiment, called=True))
+    warnings = tuple(str(problem) for problem in closed_forms(experiment, decisions, called=True))
     shared = sharing(experiment)
-    info = describe(experiment.config, experiment.config.target_clients, _CALL, sharing=shared, warnings=warnings)
+    info = describe(
+        experiment.config,
+        experiment.config.target_clients,
+        _CALL,
+        sharing=shared,
+        warnings=warnings,
+        untried=untried(decisions),
+    )
     shown = sys.stderr.isatty() or "ipykernel" in sys.modules if progress is None else progress
     # A quiet console would still leave an empty output in a notebook.
     console = Console(stderr=True, quiet=not shown, markup=False, force_jupyter=None if shown else False)

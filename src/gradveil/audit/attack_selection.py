@@ -2,9 +2,9 @@
 
 What each knows, expansion of `adaptive` and `malicious`, the undefended control, the list of trials.
 
-The table of defences names them, entry by entry: those who only look (`adaptive`), and those who change the model that
-is sent (`malicious`). A composition is attacked by all that aim at one of its parts: each of them simulates the whole
-client.
+The table of attackers (`gradveil.audit.attackers`) chooses them by what a defence does: those who only look
+(`adaptive`), and those who change the model that is sent (`malicious`). Those that depend on the update come to a run
+once it is open.
 
 A low rate against a defence means something only if the attack works without it. The control shows that, on few clients
 and with otherwise equal settings. Recorded updates have none: they are what they are.
@@ -23,12 +23,12 @@ from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.knowledge import Known
 from gradveil.attacks.learned import Learned
 from gradveil.attacks.protocol import Active, Attack
+from gradveil.audit.attackers.attacker_table import aimed_by
 from gradveil.audit.audit_config import AUTO, RunConfig
 from gradveil.core.errors import GradveilError
 from gradveil.core.user_code import users
 from gradveil.data.registry import kind_of
 from gradveil.defences import entries, parse
-from gradveil.defences.entry import PLANTED
 from gradveil.runs.run_folder import digest
 
 Attacker = Literal["undefended", "naive", "aware", "adaptive", "active", "informed"]
@@ -104,11 +104,8 @@ def attacker(attack: Attack, defence: str, changes: Sequence[str], bare: bool, s
 
 def _sidesteps(attack: Attack, defence: str) -> bool:
     """Whether an attack leaves out the layers behind a bottleneck, and the defence is or has one."""
-    try:
-        aims = [make_attack(text) for entry in entries(defence) for text in entry.adaptive]
-    except GradveilError:
-        return False
-    return _ignores_noise(attack) and any(_ignores_noise(aimed) for aimed in aims)
+    aims = (make_attack(text) for text in aimed_at(defence))
+    return _ignores_noise(attack) and any(map(_ignores_noise, aims))
 
 
 def _ignores_noise(attack: Attack) -> bool:
@@ -132,69 +129,25 @@ def method(attack: Attack) -> Method:
     return "custom" if users(attack) else "closed form"
 
 
-OF_BATCHES = ("unmix",)
-"""Attackers that `adaptive` tries first where an update holds more than one example, whatever the defence.
-
-They apply to some models only. Where one does not, the others of `adaptive` attack without it.
-"""
-
-OF_KINDS: Mapping[str, tuple[str, ...]] = {"rows": ("analytic", "tableak")}
-"""Attackers of `adaptive` on other examples than images, in the place of those that need pictures."""
-
-SPARED = (*OF_BATCHES, "analytic")
-"""Attackers that `adaptive` does without where they do not apply."""
-
 WORDS = ADAPTIVE, MALICIOUS = "adaptive", "malicious"
 """The words of a run file for all attackers that aim at each defence: servers that are curious, or malicious."""
-_ANY_DEFENCE = ("portfolio", "learned")
-"""Against a defence that is in no table (an object from Python), or of which the table names nobody who knows it: infer
-and optimise whatever can be, and train a network on what public images become."""
 
 
-def aimed_at(defence: str) -> list[str]:
-    """List the attackers that aim at a defence, as texts.
+def aimed_at(defence: str, kind: str = "images") -> list[str]:
+    """List the attackers of a curious server that aim at a defence of examples of a kind, whatever the update is.
 
-    >>> aimed_at("dropout"), aimed_at("dropout + what an object is called")
-    (['portfolio', 'learned', 'dia'], ['portfolio', 'learned', 'dia'])
+    >>> aimed_at("dropout")
+    ['portfolio', 'learned', 'dia']
     """
-    try:
-        parts = entries(defence)
-    except GradveilError:
-        return _of_each(defence, aimed_at, _ANY_DEFENCE)
-    named = [text for part in parts for text in part.adaptive]
-    if any(part.changes for part in parts) and not any(_knows(text) for text in named):
-        named += _ANY_DEFENCE
-    return list(dict.fromkeys(named))
+    return aimed_by("curious", defence, kind)
 
 
-def planted_for(defence: str) -> list[str]:
-    """List what a malicious server sends clients with a defence, as attacks in texts.
-
-    >>> planted_for("dropout")[0], len(planted_for("dgp")) - len(planted_for("dropout"))
-    ('rob(bins=512)', 2)
-    """
-    try:
-        parts = entries(defence)
-    except GradveilError:
-        return _of_each(defence, planted_for, PLANTED)
-    return list(dict.fromkeys(text for part in parts for text in part.malicious)) or list(PLANTED)
+def planted_for(defence: str, kind: str = "images") -> list[str]:
+    """List what a malicious server sends clients with a defence, as attacks in texts."""
+    return aimed_by("malicious", defence, kind)
 
 
-def _of_each(defence: str, aimed: Callable[[str], list[str]], otherwise: Iterable[str]) -> list[str]:
-    """List who aims at each part of a defence that the table does not know as a whole."""
-    several = defence.split(" + ")
-    each = [aimed(part) for part in several] if len(several) > 1 else [list(otherwise)]
-    return list(dict.fromkeys(text for texts in each for text in texts))
-
-
-_AIMED: Mapping[str, Callable[[str], list[str]]] = {ADAPTIVE: aimed_at, MALICIOUS: planted_for}
-
-
-def _knows(text: str) -> bool:
-    """Whether an attacker simulates the defence, and is told none of the client's secrets."""
-    attack = make_attack(text)
-    told = [name for name, how in attack.knowledge.items() if isinstance(how, Known) and name != "public"]
-    return attack.simulated_client == "full" and not told
+_AIMED: Mapping[str, Callable[[str, str], list[str]]] = {ADAPTIVE: aimed_at, MALICIOUS: planted_for}
 
 
 class Aim(NamedTuple):
@@ -239,13 +192,12 @@ def without_aim(attacks: Iterable[str]) -> list[str]:
 
 
 def attacks_against(
-    attacks: Iterable[str], defence: str, *, public: bool = True, batches: bool = False, kind: str = "images"
+    attacks: Iterable[str], defence: str, *, public: bool = True, kind: str = "images"
 ) -> Iterator[str]:
     """List the attacks that are run on this defence; its own attackers replace `adaptive` and `malicious`.
 
-    Each attacker comes once. Without public data those that learn from such data are left out. Those of `OF_BATCHES`
-    come first where updates of `batches` are attacked. On another `kind` of examples than images those of `OF_KINDS`
-    stand for all that need pictures.
+    Each attacker comes once, and is for examples of this kind. Without public data those that learn from such data are
+    left out.
 
     >>> list(attacks_against(["ig", "r-gap on none"], "None")), list(attacks_against(["ig", "r-gap on none"], "dgp"))
     (['ig', 'r-gap'], ['ig'])
@@ -257,11 +209,7 @@ def attacks_against(
         if not stands_for_many(text):
             yield text
             continue
-        first = OF_BATCHES if batches and is_adaptive(aim(text).attack) else ()
-        own = _AIMED[_word(text)](defence)
-        if kind in OF_KINDS and is_adaptive(aim(text).attack):
-            own = [*OF_KINDS[kind], *(each for each in own if getattr(make_attack(each), "needs", "") != "pictures")]
-        for aimed in (*first, *own):
+        for aimed in _AIMED[_word(text)](defence, kind):
             if make_name(aimed) not in known and (public or not _needs_public(aimed)):
                 known.add(make_name(aimed))
                 yield aimed
@@ -337,8 +285,8 @@ def control_attacks(config: RunConfig) -> list[str]:
 
 def met(config: RunConfig, defence: str) -> list[str]:
     """List the attacks of a run on one of its defences."""
-    batches = any(client.examples > 1 for client in config.client)
-    return list(attacks_against(config.attacks, defence, batches=batches, kind=kind_of(config.data.name)))
+    kind = "images" if config.observed is not None else kind_of(config.data.name)
+    return list(attacks_against(config.attacks, defence, kind=kind))
 
 
 def first_met(config: RunConfig, attack: str) -> str:

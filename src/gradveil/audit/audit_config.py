@@ -18,7 +18,7 @@ from gradveil.federated.training_config import (
     Section,
 )
 from gradveil.runs.run_folder import digest
-from gradveil.spaces import TableSpace
+from gradveil.spaces import TableSpace, TextSpace
 from gradveil.theory.accounting import Participation
 
 FREE = ("control", "cost")
@@ -231,11 +231,12 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _threshold_of_the_kind(cls, value: Any) -> Any:
-        """Take another default for rows: their headline score is another one."""
+        """Take another default for rows and texts: their headline score is another one."""
         data: Any = value.get("data") if isinstance(value, dict) else None
         name: Any = data.get("name") if isinstance(data, dict) else getattr(data, "name", None)
         unset = isinstance(value, dict) and value.get("threshold") is None and isinstance(name, str)
-        return {**value, "threshold": TableSpace.threshold} if unset and kind_of(name) == "rows" else value
+        space = {"rows": TableSpace, "texts": TextSpace}.get(kind_of(name)) if unset else None
+        return value if space is None else {**value, "threshold": space.threshold}
 
     @model_validator(mode="before")
     @classmethod

@@ -305,11 +305,13 @@ def describe(
     sharing: Mapping[str, Sequence[int]] = MappingProxyType({}),
     warnings: Sequence[str] = (),
     images: Mapping[str, str | None] | None = None,
+    untried: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return what `run.json` holds; other weights in a file of the same name are another run.
 
     `sharing` tells how many attacks share the budget of each defence, client by client; `warnings` what a reader of the
-    results has to know that no attack of the run shows; `images` what the files of the data hold.
+    results has to know that no attack of the run shows; `images` what the files of the data hold; `untried` which
+    attacks the run does not try, and why.
     """
     start = fingerprint(weights) if weights else None
     return {
@@ -317,6 +319,7 @@ def describe(
         "share": share,
         "sharing": dict(sharing),
         "warnings": list(warnings),
+        "untried": list(untried),
         "packages": dict(_versions()),
         "machine": machine(config.device),
     }

@@ -1,31 +1,41 @@
 """The error that no attacker can stay below, for the targets of a run.
 
 Images are taken to be normal with the public images' spectrum (`gradveil.theory.reconstruction_bound`), labels and
-the model's noise to be known. Bounds are mean squared errors of pixels in [0, 1], as the scores are.
+the model's noise to be known. Bounds are mean squared errors of pixels in [0, 1], as the scores are. Where a formal
+guarantee holds, the probability of recovery is bounded too (`gradveil.theory.reconstruction_robustness`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
-from typing import Any
+from statistics import fmean
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gradveil.attacks.protocol import Observation
+from gradveil.audit.attack_selection import TrialAddress
+from gradveil.audit.baselines import LEVEL
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.observe import Truth, in_round, undefended
 from gradveil.client import Client
+from gradveil.core.formatting import number as rounded
+from gradveil.core.formatting import percent, plural
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, take
 from gradveil.core.types import Batch
 from gradveil.defences.fisher_information import UpdateInformation, information, obstacle, settled, sight
+from gradveil.theory.accounting import Participation, Unit
+from gradveil.theory.epsilon_lower_bound import upper_end
 from gradveil.theory.gradient_pruning import taylor_bound
 from gradveil.theory.input_jacobian import spectral_norms
 from gradveil.theory.reconstruction_bound import block_bound, from_cosine, rate_bound, spectrum
+from gradveil.theory.reconstruction_robustness import GUESSES, recovery_bound, total_shift, unbiased_error
 
 _AT_ONCE = 2**22
 """How many numbers of gradients are computed at once for their Jacobian."""
@@ -117,3 +127,111 @@ def _probes(experiment: Experiment, groups: Tensor, batch: Batch, key: Key) -> T
     pixels = from_cosine(signs * groups[:, None, None].double())
     lower, upper = experiment.space.bounds(torch.zeros(()))
     return (pixels * (upper - lower).double()).flatten(0, 1).to(batch.inputs)
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """Noisy sums of a unit that an attacker sees: those that the audit made, or those of the planned training."""
+
+    of: Literal["watched", "planned"]
+    unit: Unit
+    noise: float
+    training: Participation
+
+    def bound(self, guess: float) -> float:
+        return recovery_bound(guess, [(self.noise, self.training)])
+
+
+def recovery_bounds(
+    experiment: Experiment,
+    trial: TrialAddress,
+    mechanisms: Sequence[tuple[Unit, float, Mapping[str, Any]]],
+    records: Sequence[Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """Bound the probability that any attacker recovers and identifies an image, for each sound mechanism of a client.
+
+    `guess` is the chance of the best guess without the update, from the baselines of these targets; where it is
+    unknown, `quoted` has the bound for usual values. Rounds of a training before the attack count, because the attacker
+    has the parameters that they led to.
+    """
+    config = experiment.config
+    rounds = config.rounds + (trial.trained or 0)
+    guesses = best_chances(records)
+    found: list[dict[str, Any]] = []
+    for unit, noise, settings in mechanisms:
+        once = Participation(**settings)
+        watched = replace(once, steps=once.steps * rounds, at_most=once.at_most and once.at_most * rounds)
+        plans = [_Watched("watched", unit, noise, watched)]
+        plans += [_Watched("planned", unit, noise, config.privacy.build())] if config.privacy else []
+        found += [_stated(plan, guesses, config.client[trial.client].examples) for plan in plans]
+    return found
+
+
+def _stated(plan: _Watched, guesses: Mapping[str, float], examples: int) -> dict[str, Any]:
+    training = plan.training
+    # A guess may hit any example of a client; of an update some example is hit at most as often as all together.
+    some = {name: min(1.0, guess * (examples if plan.unit == "client" else 1)) for name, guess in guesses.items()}
+    guess, recovered = min(some.values(), default=None), some.get("recovered")
+    bound = None if guess is None else plan.bound(guess)
+    return {
+        "of": plan.of,
+        "unit": plan.unit,
+        "noise": plan.noise,
+        "releases": training.epochs if training.sampling == "shuffled" else training.steps,
+        "rate": training.rate if training.sampling == "poisson" else 1.0,
+        "guess": guess,
+        "bound": bound,
+        "bound_any": None if bound is None else min(1.0, bound * (examples if plan.unit == "example" else 1)),
+        "guess_recovered": recovered,
+        "bound_recovered": None if recovered is None else plan.bound(recovered),
+        "quoted": {f"{each:g}": plan.bound(each) for each in GUESSES},
+        "mse_unbiased": unbiased_error(total_shift([(plan.noise, training)])),
+    }
+
+
+def best_chances(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Bound the chance from above that a guess recovers, or identifies, one of these images; known criteria only.
+
+    The chance of identification is that of one image among the gallery's of its class, all equally likely. The chance
+    of recovery is a share of public images: it takes the upper Clopper-Pearson end at 5%, divided by the number of
+    guesses that were compared (every public image, the mean of the class, and the mean image).
+    """
+    every = [image.get("expected") or {} for record in records for image in record["per_image"]]
+    found: dict[str, float] = {}
+    if every and all("identified" in expected for expected in every):
+        found["identified"] = fmean(expected["identified"] for expected in every)
+    if every and all("recovered" in expected for expected in every):
+        found["recovered"] = fmean(map(_upper, every))
+    return found
+
+
+def _upper(expected: Mapping[str, Any]) -> float:
+    images = int(expected.get("public") or 0)
+    return upper_end(round(expected["recovered"] * images), images, LEVEL / (images + 2)) if images else 1.0
+
+
+def recovery_sentence(bound: Mapping[str, Any]) -> str:
+    """State one of the `recovery_bounds` in a sentence.
+
+    >>> recovery_sentence({"of": "watched", "unit": "example", "noise": 1.0, "releases": 1, "rate": 1.0,
+    ...     "guess": 0.01, "bound": 0.0924})
+    'an attacker who knows all other examples recovers and identifies this one with probability at most 9.2% (guess \
+1%, sigma 1, one release)'
+    """
+    facts = [f"sigma {rounded(bound['noise'])}", releases(bound)]
+    if bound["unit"] == "client":
+        who = "an attacker who knows the data of all other clients recovers and identifies any example of this one"
+    else:
+        who = "an attacker who knows all other examples recovers and identifies this one"
+    if bound["bound"] is not None:
+        chance = f"{percent(bound['bound'])} (guess {percent(bound['guess'])}, {', '.join(facts)})"
+        return f"{who} with probability at most {chance}"
+    quoted = (f"{percent(most)} for a guess of {float(guess):g}" for guess, most in bound["quoted"].items())
+    return f"{who} with probability at most {', '.join(quoted)} ({', '.join(facts)}; the guess is unknown)"
+
+
+def releases(bound: Mapping[str, Any]) -> str:
+    """Describe which noisy sums a recovery bound covers."""
+    count = "one release" if bound["releases"] == 1 else plural(bound["releases"], "release")
+    rate = "" if bound["rate"] == 1 else f" at rate {rounded(bound['rate'])}"
+    return f"{count}{rate}{' planned' if bound['of'] == 'planned' else ''}"

@@ -15,14 +15,15 @@ from rich.text import Text
 
 from gradveil.audit.attack_check import STATES, coincidence, examine
 from gradveil.audit.attack_selection import ATTACKERS, canonical
+from gradveil.audit.attackers.run_attackers import untested
 from gradveil.audit.audit_config import AUTO
 from gradveil.audit.baselines import baseline, risk_of
 from gradveil.audit.defence_costs import Costs, DefenceCost, costs_of
 from gradveil.audit.display import result_table
+from gradveil.audit.error_bound import recovery_sentence
 from gradveil.audit.recommendation import MissingVerdict, Recommendation, recommend
 from gradveil.audit.result_rows import Row, TrialSetting, short_names, summarise
 from gradveil.audit.run_directory import UNFIT, Run, Trial
-from gradveil.audit.run_warnings import untested
 from gradveil.audit.threat_model import scope, threat_model, untried
 from gradveil.audit.verdict import LEVELS, Level, Verdict, verdicts
 from gradveil.core.formatting import DASH, duration, interval, listing, percent, plural, size
@@ -492,6 +493,7 @@ def remarks_on(found: Findings, config: Mapping[str, Any], warnings: Sequence[st
         yield f"Assumed of the recorded updates: {'; '.join(assumed)}."
     yield from stopped(rows, config)
     yield from guaranteed(found)
+    yield from recovery_limits(found)
     judged = [row for row in rows if not row.is_control]
     settings = [f"{name} ({setting})" for name, setting in untried(judged, config)]
     if missing := [*map(untested, warnings), *settings]:
@@ -525,6 +527,13 @@ def guaranteed(found: Findings) -> Iterator[str]:
         yield f"Formal guarantee: {only}{listing(sound)}."
     elif proofs:
         yield "Formal guarantee: none."
+
+
+def recovery_limits(found: Findings) -> Iterator[str]:
+    """State for each defence with a formal guarantee the largest probability of recovery, for any attacker."""
+    rows = [row for row in found.finished if not row.undefended]
+    limits = ((row.defence, bound) for row in rows for bound in row.info.get("recovery_bounds") or ())
+    yield from dict.fromkeys(f"Proven of {name}: {recovery_sentence(bound)}." for name, bound in limits)
 
 
 def _proven(found: Findings, row: Row) -> str:

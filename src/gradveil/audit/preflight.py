@@ -12,7 +12,7 @@ from torch import nn
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.protocol import Attack, CanRefuse, Prospect
 from gradveil.audit.argument_checks import declared
-from gradveil.audit.attack_selection import SPARED, UNDEFENDED, WORDS, control_attacks, met, without_aim
+from gradveil.audit.attack_selection import UNDEFENDED, WORDS, control_attacks, met, without_aim
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.recorded.recorded_updates import observed_images, open_observed
@@ -43,7 +43,7 @@ def model_problems(experiment: Experiment) -> list[Problem]:
         model,
         first,
         experiment.loss,
-        bounds=experiment.space.limits(first.inputs),
+        bounds=experiment.space.bounds(first.inputs),
         classes=len(experiment.private.classes),
     )
     hint = "" if settings.prepare else "; or let it be done: --set model.prepare=true"
@@ -72,8 +72,7 @@ def obstacles(experiment: Experiment) -> Obstacles:
     """Find out before the first trial what would stop a later one: sizes, models, defended clients, attacks.
 
     An attack that was asked for by name and fits some of the defended clients leaves the others out; attackers that
-    stand for `adaptive` have to fit, for a verdict counts on them; but those of batches are for some models only, and
-    `adaptive` does without them, as long as somebody is left. Where updates were recorded, of
+    stand for `adaptive` have to fit, for a verdict counts on them. Where updates were recorded, of
     apps that share no public images, attackers may lack what they need: they are left out, as long as somebody is left.
     """
     found = list(_obstacles(experiment))
@@ -89,8 +88,7 @@ def obstacles(experiment: Experiment) -> Obstacles:
             problems.append(each)
         elif each.problems and (each.attack in fits or _spared(experiment, each, attacked)):
             unfit[each[:3]] = "; ".join(f"{p.what} -> {p.remedy}" for p in each.problems)
-            if each.attack not in SPARED:
-                problems += (replace(p, severity="warning") for p in each.problems)
+            problems += (replace(p, severity="warning") for p in each.problems)
         else:
             problems += each.problems
     if not any(problem.severity == "error" for problem in problems):
@@ -110,11 +108,9 @@ def _unfit_controls(experiment: Experiment) -> dict[tuple[int, str, str], str]:
 
 
 def _spared(experiment: Experiment, each: _Meeting, attacked: set[tuple[int, str]]) -> bool:
-    """Say whether a run can do without an attacker: one of batches, or, on recorded updates, any of `adaptive`."""
-    if each[:2] not in attacked:
-        return False
+    """Say whether a run can do without an attacker: on recorded updates, any of `adaptive`, if others are left."""
     named = each.attack in without_aim(experiment.config.attacks)
-    return not named and (each.attack in SPARED or not experiment.source.simulated)
+    return each[:2] in attacked and not named and not experiment.source.simulated
 
 
 def _obstacles(experiment: Experiment) -> Iterator[Problem | _Meeting]:

@@ -26,7 +26,9 @@ def summarise(trial: Trial) -> dict[str, Any]:
     pruning leaves out at least (the paper's and the sharper bound), `cosine_*` how far a perfect match is off. With
     error feedback in later rounds it is the share of P = g + e, and `residual_squared` that of the mean residual.
     `mse_taylor` is the error of Proposition 1 for attackers who match all of a pruned update, `below_taylor` the number
-    of target clients that were reconstructed below it.
+    of target clients that were reconstructed below it. `recovery_bound` is the largest probability with which any
+    attacker recovers and identifies an image from what these attackers saw, if a guess does with probability
+    `recovery_guess`; `recovery_bound_any` that of at least one image of an update.
     """
     info, records = trial.info, trial.records
     keys = ("trial", "model", "data", "seed", "round", "trained", "client", "defence", "attack")
@@ -34,6 +36,7 @@ def summarise(trial: Trial) -> dict[str, Any]:
     images = [image for record in records for image in record.get("per_image", ())]
     successes = sum(image["success"] for image in images)
     headline = words_of(info).headline
+    limit = watched_limit(info)
     low, high = wilson(successes, len(images)) if images else (None, None)
     statuses: dict[str, int] = {}
     for record in records:
@@ -55,6 +58,9 @@ def summarise(trial: Trial) -> dict[str, Any]:
         "unbounded": info.get("unbounded"),
         "label_accuracy": _mean(records, "label_accuracy"),
         "guarantee": info.get("guarantee"),
+        "recovery_guess": limit.get("guess"),
+        "recovery_bound": limit.get("bound"),
+        "recovery_bound_any": limit.get("bound_any"),
         "distance": info.get("distance"),
         "first_order_utility": info.get("first_order_utility"),
         "second_order_utility": info.get("second_order_utility"),
@@ -83,6 +89,12 @@ def summarise(trial: Trial) -> dict[str, Any]:
 def words_of(info: Mapping[str, Any]) -> ExampleWords:
     """Return what a trial calls its examples."""
     return ExampleWords(**info.get("examples") or {})
+
+
+def watched_limit(info: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the smallest proven probability of recovery for what the attackers of a trial saw; empty without one."""
+    limits = [each for each in info.get("recovery_bounds") or () if each["of"] == "watched"]
+    return min(limits, key=lambda each: each["bound"] or 1.0, default={})
 
 
 def below_taylor(records: Sequence[Mapping[str, Any]]) -> int | None:

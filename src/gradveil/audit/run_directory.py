@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 from torch import Tensor
@@ -74,6 +74,7 @@ class _AuditInfo(StoredRun):
     share: Annotated[int, Field(ge=1)]
     sharing: dict[str, list[Count]] = Field(default={})
     warnings: list[str] = Field(default=[])
+    untried: list[str] = Field(default=[])
     packages: dict[str, str] = Field(default={})
     machine: dict[str, str | int | None] = Field(default={})
 
@@ -85,7 +86,7 @@ AUDIT = RunKind(
     restore="put a copy of the file back, or audit again with --fresh, which removes the results",
     free=FREE,
     folders=(TRIALS, PLANS, TRAINING),
-    grows=("sharing", "warnings"),
+    grows=("sharing", "warnings", "untried"),
 )
 """The folder of an audit."""
 
@@ -147,6 +148,21 @@ class _Bound(StoredPart):
     prior: Amount | None = None
 
 
+class _RecoveryBound(StoredPart):
+    of: Literal["watched", "planned"]
+    unit: str
+    noise: Amount
+    releases: Count
+    rate: Share
+    guess: Share | None
+    bound: Share | None
+    bound_any: Share | None
+    guess_recovered: Share | None
+    bound_recovered: Share | None
+    quoted: dict[str, Share]
+    mse_unbiased: float | None
+
+
 class _Point(StoredPart):
     iterations: Count
     asr: Share
@@ -200,6 +216,7 @@ class _Finished(_Address):
     pruned: dict[str, float | None] | None = None
     held_back: list[dict[str, float]] | None = None
     bound: _Bound | None = None
+    recovery_bounds: list[_RecoveryBound] = Field(default=[])
     trace: list[_Point] | None = None
     layers: list[_LayerNoise] | None = None
     training: _Training | None = None

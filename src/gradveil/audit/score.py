@@ -15,7 +15,7 @@ from gradveil.attacks.noise_likelihood import likelier
 from gradveil.attacks.protocol import Remark, in_words
 from gradveil.audit.attack_selection import TrialAddress, attacker, undefended
 from gradveil.audit.baselines import Gallery, Guessing, without_copies
-from gradveil.audit.error_bound import mse_bound
+from gradveil.audit.error_bound import mse_bound, recovery_bounds
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.run_directory import Trial
 from gradveil.audit.trial import Recovered, left_out
@@ -334,6 +334,7 @@ def score(experiment: Experiment, trial: TrialAddress, found: Recovered, named: 
             image |= trained.of(v, b) if trained else {}
     controls = controls_of(experiment.guessing, experiment, matched, places)
     info = {**info_of(experiment, trial, found, named), "missing": reasons, "controls": controls}
+    info["recovery_bounds"] = recovery_bounds(experiment, trial, found.facts["mechanisms"], records)
     info["best_guesses"] = best_guesses(experiment.guessing, experiment, places)
     info["metrics"] = [name for name in experiment.config.metrics if name in scores]
     info |= experiment.space.of_trial(matched, truth)
@@ -489,7 +490,7 @@ def info_of(experiment: Experiment, trial: TrialAddress, found: Recovered, named
     whose = trial.defence, address["changes"], address["undefended"], facts["secrets"]
     return {
         **address,
-        **facts,
+        **{name: value for name, value in facts.items() if name != "mechanisms"},
         "attacker": attacker(experiment.attacks[trial.attack], *whose),
         "remarks": in_words(Remark(*each) for each in facts["remarks"]),
         "training": experiment.source.facts(trial.defence, trial.seed, trial.trained),

@@ -13,11 +13,12 @@ import typer
 import gradveil
 from gradveil.cli.audit_command import audit
 from gradveil.cli.check_command import check
+from gradveil.cli.epsilon_audit_command import audit_epsilon
 from gradveil.cli.figure_command import figure
 from gradveil.cli.list_command import tables
 from gradveil.cli.paper_command import paper
 from gradveil.cli.privacy_commands import account, bound, create_ledger, ledger, show_ledger
-from gradveil.cli.results_commands import report, summary
+from gradveil.cli.results_commands import assure, report, summary
 from gradveil.cli.search_command import ats, search
 from gradveil.cli.train_command import train
 from gradveil.core.errors import INTERRUPTED, GradveilError, grouped
@@ -60,6 +61,12 @@ app.command(
 app.command(epilog=_examples("gradveil report runs/faces"))(report)
 app.command(
     epilog=_examples(
+        "gradveil assure runs/faces",
+        'gradveil assure runs/faces --defence "dp(clip=1, sigma=2)" --epsilon-audit epsilon.json --out signed',
+    )
+)(assure)
+app.command(
+    epilog=_examples(
         "gradveil summary runs/faces --json",
         "gradveil summary runs/faces --csv faces.csv",
         "gradveil summary runs/mnist runs/cifar10 --latex table.tex",
@@ -99,6 +106,14 @@ app.command(
         "gradveil bound study.toml --target-clients 4 --json",
     )
 )(bound)
+app.command(
+    name="audit-epsilon",
+    epilog=_examples(
+        'gradveil audit-epsilon faces --defence "dp(clip=1, sigma=1)"',
+        'gradveil audit-epsilon faces --defence "dp(clip=1, sigma=1)" --deployed --replays 200',
+        'gradveil audit-epsilon faces --defence "dp(clip=1, sigma=1)" --canaries 200 --json',
+    ),
+)(audit_epsilon)
 search.command(
     name="ats",
     epilog=_examples(

@@ -113,8 +113,8 @@ def audit(
     with redirect_stdout(sys.stderr):  # Output of a user's model must not mix with the results.
         place = Place(engine, address, config.device)
         place.check(workers)
-        experiment, warnings = audit_steps.open_run(config, data_dir)
-        opened = audit_steps.describe_run(experiment, warnings, workers, command)
+        experiment, decisions = audit_steps.open_run(config, data_dir)
+        opened = audit_steps.describe_run(experiment, decisions, workers, command)
         folder = audit_steps.choose_folder(opened, out, fresh)
         trials = audit_steps.run_trials(opened, folder, fresh, data_dir, place)
     audit_steps.show_trials(opened, as_json, folder, Detail(every, explain))

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gradveil.audit.attack_selection import auto_budget, is_adaptive, trials, without_aim
+from gradveil.audit.attackers.run_attackers import Decision, closed_forms, decide, untried, widened
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.audit_run import describe, run, site, title
 from gradveil.audit.display import Screen
@@ -27,7 +28,6 @@ from gradveil.audit.recorded.recorded_attack import NO_SCORE
 from gradveil.audit.recorded.recorded_updates import open_observed
 from gradveil.audit.run_directory import AUDIT, TRAINING, Store, Trial, load_run
 from gradveil.audit.run_file import assemble, read
-from gradveil.audit.run_warnings import closed_forms, widened
 from gradveil.audit.sources import TrainingSource
 from gradveil.audit.trial import sharing
 from gradveil.cli.audit_output import show_gate, show_outcome
@@ -101,15 +101,16 @@ def read_config(
     return assemble(raw | {key: value for key, value in overrides.items() if value is not None}, settings)
 
 
-def open_run(config: RunConfig, data_dir: Path | None) -> tuple[Experiment, list[str]]:
-    """Open the experiment, print the attacks added to it, and return its warnings, which the results list."""
+def open_run(config: RunConfig, data_dir: Path | None) -> tuple[Experiment, list[Decision]]:
+    """Open the experiment, print the attacks added to it, and return what the table of attackers decides of it."""
     console = Console(stderr=True, soft_wrap=True, markup=False)
     experiment = open_experiment(config, data_dir)
+    decisions = decide(experiment)
     if any(is_adaptive(text) for text in config.attacks):
-        experiment, added = widened(experiment)
+        experiment, decisions, added = widened(experiment, decisions)
         for line in added:
             console.print(Text(line))
-    return experiment, [str(problem) for problem in closed_forms(experiment)]
+    return experiment, decisions
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class OpenedRun:
         return found
 
 
-def describe_run(experiment: Experiment, warnings: Sequence[str], workers: int | None, command: str) -> OpenedRun:
+def describe_run(experiment: Experiment, decisions: Sequence[Decision], workers: int | None, command: str) -> OpenedRun:
     """Describe a run as its files do; without a number it has a worker per core, or one on a GPU."""
     config = experiment.config
     on_cpu = config.device == "cpu"
@@ -151,7 +152,8 @@ def describe_run(experiment: Experiment, warnings: Sequence[str], workers: int |
         # One thread, as in a worker, adds in the same order.
         torch.set_num_threads(1)
     share = config.target_clients if len(trials(config)) >= count else -(-config.target_clients // count)
-    info = describe(config, share, command, experiment.held, sharing(experiment), warnings, experiment.images)
+    shared, warnings = sharing(experiment), [str(problem) for problem in closed_forms(experiment, decisions)]
+    info = describe(config, share, command, experiment.held, shared, warnings, experiment.images, untried(decisions))
     return OpenedRun(experiment, info, count, command)
 
 

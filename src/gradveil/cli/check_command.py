@@ -36,8 +36,12 @@ _HELP = {
     "channels": "1 for grey, 3 for colour. Default: the channels of the data.",
     "batch": f"Examples per client. Default: {_EXAMPLES}.",
     "set": "Any setting of a run file: --set model.options.width=32 --set client.local.lr=0.1. Repeatable.",
+    "filters": "Settings of an NVFlare client or a Flower pyproject.toml: print the epsilon of its privacy filters.",
+    "parameters": "With --filters: number of the model's parameters, on which the epsilon of SVTPrivacy depends.",
+    "rounds": "With --filters: rounds of the training. Default: 1.",
     "data_dir": "Folder where data files lie (or set GRADVEIL_DATA).",
     "received": "Parameters and buffers from a server (safetensors), to inspect for manipulation.",
+    "verbose": "Print equal problems one by one, and which attacks on the update are not tried, and why.",
     "previous": "Parameters of the previous round, to detect jumps.",
 }
 _RUN = typer.Argument(metavar="[RUN]", help=_HELP["run"], show_default=False, autocompletion=completed("runs"))
@@ -56,20 +60,28 @@ def check(
     data_dir: Annotated[Path | None, typer.Option(help=_HELP["data_dir"])] = None,
     received: Annotated[Path | None, typer.Option(metavar="FILE", help=_HELP["received"])] = None,
     previous: Annotated[Path | None, typer.Option(metavar="FILE", help=_HELP["previous"])] = None,
+    filters: Annotated[Path | None, typer.Option(metavar="FILE", help=_HELP["filters"])] = None,
+    parameters: Annotated[int | None, typer.Option(min=1, help=_HELP["parameters"], show_default=False)] = None,
+    rounds: Annotated[int, typer.Option(min=1, help=_HELP["rounds"], show_default=False)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the problems as JSON.")] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Print equal problems of several layers one by one.")
+        bool,
+        typer.Option("--verbose", help="Print equal problems one by one, and which attacks do not apply, and why."),
     ] = False,
 ) -> int:
-    """Validate a model, data set or run file without running attacks.
+    """Validate a model, data set, run file or the privacy filters of a project, without running attacks.
 
     Every problem has a place and a fix. Warnings cover differential privacy that is void or whose epsilon is
     meaningless, and models whose gradient reveals an image without any search. Exit codes: 0 the audit can run
     (warnings may be shown); 1 problems; 2 wrong use: a bad run file or option, or missing data or model.
     """
+    from gradveil.audit.attackers.run_attackers import closed_forms, decide, untried
+
+    if filters is not None:
+        return _check_filters(filters, parameters, rounds, as_json)
     from gradveil.audit.preflight import model_problems, obstacles, open_experiment
     from gradveil.audit.run_file import read
-    from gradveil.audit.run_warnings import closed_forms, metric_problems, privacy_problems
+    from gradveil.audit.run_warnings import metric_problems, privacy_problems
 
     own_code()
     flags = {
@@ -88,8 +100,10 @@ def check(
         net = experiment.model(config.seeds[0])  # Raises for a model that cannot be built, which is wrong use.
         problems = obstacles(experiment).problems
         problems += [] if _stopped(problems) else model_problems(experiment)
+        decisions = [] if _stopped(problems) else decide(experiment)
         if not _stopped(problems):
-            problems += [*privacy_problems(experiment), *closed_forms(experiment), *metric_problems(experiment)]
+            problems += [*privacy_problems(experiment), *closed_forms(experiment, decisions)]
+            problems += metric_problems(experiment)
         traces = _manipulated(net, received, previous)
         problems += traces
     if as_json:
@@ -97,8 +111,45 @@ def check(
         typer.echo(json.dumps([{key: getattr(p, key) for key in keys} for p in problems], indent=1))
     else:
         _show(problems, net, config, run is not None, verbose)
+        if verbose and (skipped := untried(decisions)):
+            typer.echo("\n  ".join(("Attacks on the update that this run does not try:", *skipped)))
         if received is not None and not traces:
             typer.echo(f"No trace of manipulation in {received}: that is no proof of an honest server.")
+    return FOUND if _stopped(problems) else 0
+
+
+def _check_filters(path: Path, parameters: int | None, rounds: int, as_json: bool) -> int:
+    """Print what the privacy filters of a project really guarantee, and what is wrong with them."""
+    from gradveil.integrations.filter_settings import judge, read_filters
+
+    found = read_filters(path)
+    if parameters is None and any(settings.kind == "SVTPrivacy" for settings in found):
+        what = "is missing, and the epsilon of SVTPrivacy depends on it"
+        refuse([Problem("--parameters", what, "give the number of the model's parameters: --parameters 1000000")])
+    judged = [judge(settings, parameters or 1, rounds) for settings in found]
+    problems = [problem for each in judged for problem in each.problems]
+    if as_json:
+        keys = ("where", "what", "remedy", "severity")
+        told = [
+            {
+                "where": each.filter.where,
+                "filter": each.filter.kind,
+                "epsilon_round": each.epsilon,
+                "epsilon_total": each.over,
+                "rounds": rounds,
+                "defence": each.defence,
+                "problems": [{key: getattr(p, key) for key in keys} for p in each.problems],
+            }
+            for each in judged
+        ]
+        typer.echo(json.dumps(told, indent=1))
+        return FOUND if _stopped(problems) else 0
+    for each in judged:
+        typer.echo(each.line)
+        for problem in each.problems:
+            typer.echo(f"  {problem.severity}: {problem.where}: {problem.what}\n    -> {problem.remedy}")
+        if each.defence:
+            typer.echo(f'  Audit it: --defence "{each.defence}"')
     return FOUND if _stopped(problems) else 0
 
 

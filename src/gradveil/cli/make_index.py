@@ -23,6 +23,7 @@ from gradveil.attacks.attack_catalogue import (
 )
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.audit.attack_selection import POSITIONS
+from gradveil.audit.attackers.attacker_table import aimed_by
 from gradveil.audit.gate import Accepted
 from gradveil.audit.grants import told
 from gradveil.audit.run_file import bundled, of_papers
@@ -119,8 +120,9 @@ def _defence(name: str, entry: DefenceEntry) -> Row:
         "changes": list(entry.changes),
         "cost": entry.cost,
         "guarantee": entry.guarantee,
-        "adaptive": list(entry.adaptive),
-        "malicious": list(entry.malicious),
+        "traits": list(entry.traits),
+        "adaptive": aimed_by("curious", entry),
+        "malicious": aimed_by("malicious", entry),
     }
 
 

@@ -56,6 +56,59 @@ def report(
     return 0
 
 
+def assure(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory of an audit, such as runs/faces.")],
+    defence: Annotated[
+        str | None, typer.Option(help="Defence that the statement is about. Default: the recommended one.")
+    ] = None,
+    training: Annotated[
+        list[Path] | None, typer.Option(metavar="RUN", help="Training that measures the cost. Repeatable.")
+    ] = None,
+    epsilon_audit: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Output of gradveil audit-epsilon --json.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the files. Default: RUN.")] = None,
+    pdf: Annotated[
+        bool | None, typer.Option("--pdf/--no-pdf", help="Print a PDF. Default: if Chromium is installed.")
+    ] = None,
+) -> int:
+    """Write the assurance statement of an audit: one A4 page for a privacy officer, as HTML, JSON and PDF.
+
+    It restates the run for one defence, lists what was not examined, and has a block for the signature.
+    """
+    from rich.console import Console
+
+    from gradveil.report import write_assurance
+
+    audited = _audited(epsilon_audit) if epsilon_audit else []
+    for path in write_assurance(run, out, defence, trainings=training or (), audited=audited, pdf=pdf):
+        Console(soft_wrap=True, markup=False, highlight=False).print(f"Statement: {path}")
+    return 0
+
+
+def _audited(file: Path) -> list[dict[str, Any]]:
+    """Read the output of `gradveil audit-epsilon --json`."""
+    from gradveil.core.errors import fail
+
+    remedy = "give the output of: gradveil audit-epsilon RUN --json"
+    try:
+        found: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise fail(str(file), f"cannot be read ({error})", remedy) from error
+    entries = [entry for entry in found if _is_audit(entry)] if isinstance(found, list) else []
+    if not entries or len(entries) < len(found):
+        raise fail(str(file), "is no list of audits of epsilon", remedy)
+    return entries
+
+
+def _is_audit(entry: Any) -> bool:
+    """Report whether a value is the audit of one defence, or the reason why there is none."""
+    kinds = {"unit": str, "claimed": float, "at_least": float, "confidence": float, "delta": float, "violated": bool}
+    if not isinstance(entry, dict) or not isinstance(entry.get("defence"), str):
+        return False
+    return "claimed" not in entry or all(isinstance(entry.get(key), kind) for key, kind in kinds.items())
+
+
 def summary(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, such as runs/faces.")],
     every: EveryOption = False,

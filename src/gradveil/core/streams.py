@@ -37,6 +37,7 @@ class Stream(StrEnum):
     ALL = "all-classes"
     BOOTSTRAP = "bootstrap"
     GALLERY = "gallery"
+    CANARY = "canary"
     MIXING = "mixing"
     # Attacks
     IMAGES = "images"

@@ -16,7 +16,7 @@ from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.formatting import plural
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
-from gradveil.data import bundled, hub, tables
+from gradveil.data import bundled, hub, tables, texts
 from gradveil.data.dataset import Dataset, Splits
 from gradveil.data.hub import marked, recolour, resize, stack
 
@@ -44,12 +44,20 @@ class DatasetEntry:
     classes: tuple[str, ...] | None = None
     task: bool = True
     kind: str = "images"
-    """`images` or `rows`."""
+    """`images`, `rows` or `texts`."""
     targets: int | None = None
     """How many of the private images target clients may hold, the first ones; None for all."""
 
 
 _CENSUS = "Census-Income (KDD), UCI Machine Learning Repository 2000, from the US Census Bureau, CC BY 4.0."
+
+_VADER = "vaderSentiment 3.3.2, C. J. Hutto and E. Gilbert, ICWSM 2014, MIT."
+
+
+def _texts(count: str, what: str, name: str) -> DatasetEntry:
+    files = f"text/{name}-{{train,test}}.parquet"
+    return DatasetEntry(f"{count} sentences of {what}, 2 classes ({files})", _VADER, bundled=False, kind="texts")
+
 
 DATASETS: dict[str, DatasetEntry] = {
     "digits": DatasetEntry(
@@ -106,12 +114,16 @@ DATASETS: dict[str, DatasetEntry] = {
         bundled=False,
         kind="rows",
     ),
+    "reviews": DatasetEntry("504 sentences of film reviews, 2 classes", _VADER, kind="texts"),
+    "movie-reviews": _texts("10,605", "film reviews", "movie-reviews"),
+    "editorials": _texts("5,190", "newspaper editorials, with names and dates", "editorials"),
+    "product-reviews": _texts("3,708", "product reviews", "product-reviews"),
 }
 """Data sets by short name. `load` also takes `hf:owner/name[:configuration]`, `parquet:PATH`, `folder:PATH`, and the
-path of a table: `PATH.csv` or `PATH.parquet`."""
+path of a table: `PATH.csv` or `PATH.parquet`, or of texts: `texts:PATH.csv`."""
 
 _SAME = {"hf:ylecun/mnist": "mnist", "hf:uoft-cs/cifar10": "cifar10", "hf:uoft-cs/cifar100": "cifar100"}
-_FORMS = ("hf:owner/name", "parquet:PATH", "folder:PATH", "PATH.csv")
+_FORMS = ("hf:owner/name", "parquet:PATH", "folder:PATH", "PATH.csv", "texts:PATH.csv")
 
 
 def located(name: str, data_dir: Path | str | None = None) -> Path:
@@ -125,9 +137,11 @@ def located(name: str, data_dir: Path | str | None = None) -> Path:
 def kind_of(name: str) -> str:
     """Return the kind of a data set's examples by its name.
 
-    >>> kind_of("german-credit"), kind_of("patients.csv"), kind_of("cifar10")
-    ('rows', 'rows', 'images')
+    >>> kind_of("german-credit"), kind_of("patients.csv"), kind_of("cifar10"), kind_of("texts:notes.csv")
+    ('rows', 'rows', 'images', 'texts')
     """
+    if texts.is_texts(name):
+        return "texts"
     return "rows" if tables.is_table(name) else DATASETS[name].kind if name in DATASETS else "images"
 
 
@@ -159,10 +173,14 @@ def load(
     ((8, 1, 32, 32), [8, 4, 1, 7, 7, 3, 5, 1])
     """
     _check(name, size, channels, normalise, limit_public, limit_private)
-    if kind_of(name) == "rows":
+    if (kind := kind_of(name)) != "images":
         folder = data_dir or os.environ.get(DATA_DIR)
+        where = Path(folder).expanduser() if folder else None
         source = DATASETS[name].source if name in DATASETS else ""
-        rows = tables.open_rows(name, Path(folder).expanduser() if folder else None, label_column, source, column)
+        if kind == "texts":
+            rows = texts.open_texts(name, where, label_column, source)
+        else:
+            rows = tables.open_rows(name, where, label_column, source, column)
         if client_seed is not None:
             others, own = _client(len(rows.public), client_seed)
             rows = Splits(rows.public.subset(others), rows.public.subset(own))
@@ -311,6 +329,7 @@ def _check(
     if (
         name not in DATASETS
         and not tables.is_table(name)
+        and not texts.is_texts(name)
         and not (separator and form in ("hf", "parquet", "folder") and rest)
     ):
         problems.append(_unknown(name))

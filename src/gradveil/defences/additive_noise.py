@@ -15,7 +15,7 @@ from gradveil.core.noise import Laplace, Law, Noise, NoiseSpec, Normal
 from gradveil.core.settings import Bound, Checked, Range, Strength
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Context, Multiplier, Stage, Transform
-from gradveil.defences.entry import KNOWING, DefenceEntry
+from gradveil.defences.entry import DefenceEntry
 
 On = Annotated[Literal["mean", "sum"], "What the noise is scaled for: the mean over the batch, or the sum before it."]
 Std = Annotated[Strength, "Standard deviation of the noise."]
@@ -138,7 +138,6 @@ NOISES = (
         guarantee=Gaussian.guarantee,
         cost="a random number an entry: 1.1 to 1.3 gradients; all bytes",
         citation="Zhu et al. 2019, Deep Leakage from Gradients",
-        adaptive=KNOWING,
         identity={"std": 0.0},
     ),
     DefenceEntry(
@@ -149,7 +148,6 @@ NOISES = (
         changes=("send",),
         cost="a random number an entry; all bytes",
         citation="Zhu et al. 2019, Deep Leakage from Gradients",
-        adaptive=KNOWING,
         identity={"scale": 0.0},
     ),
 )

@@ -13,7 +13,7 @@ from gradveil.core.errors import Problem
 from gradveil.core.settings import Checked, Kept, Range, Share, unused
 from gradveil.core.tree import Tensors, select, tmap, under
 from gradveil.core.types import Context, HasMessages
-from gradveil.defences.entry import DECOYS, DUAL, PLANTED, DefenceEntry
+from gradveil.defences.entry import DUAL, DefenceEntry
 from gradveil.defences.pruning import Pruning, as_written, ends_mask, share, smallest_mask, within
 
 OUTVOTING = 3
@@ -160,8 +160,7 @@ ALIGNED = (
         changes=("send",),
         cost="a few passes over the update; 22% of the bytes, and a mask from who chooses it",
         citation="Aligned Dual Gradient Pruning (anonymous preprint), after Xue et al. 2024; two selections are ours",
-        adaptive=DUAL,
-        malicious=(*PLANTED, *DECOYS),
+        traits=DUAL,
         identity={"keep": 1.0, "top": 0.0},
     ),
 )

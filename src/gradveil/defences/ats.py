@@ -22,7 +22,7 @@ from gradveil.core.noise import Noise, NoiseSpec
 from gradveil.core.settings import TextValue
 from gradveil.core.tree import straight_through
 from gradveil.core.types import Batch, BatchTransform, Domain
-from gradveil.defences.batch_defences import SEARCHING, bounds
+from gradveil.defences.batch_defences import bounds
 from gradveil.defences.entry import DefenceEntry
 
 Operation = Callable[[Tensor, Tensor], Tensor]
@@ -326,14 +326,6 @@ def _ats(policy: Annotated[str | None, POLICY, "Which of the 50 transforms, in w
     return Ats(policy or HYBRID)
 
 
-UNVEILING = (
-    "rob(bins=512, undo=true)",
-    "rob(bins=512, sparse=true, undo=true)",
-    "curious(rows=1024, share=0.03, undo=true)",
-    "fishing(simulated_client=full)",
-)
-"""Malicious servers that read off what the client trained on, and undo the public transforms."""
-
 ATS = (
     DefenceEntry(
         name="ats",
@@ -342,7 +334,6 @@ ATS = (
         changes=("batch",),
         cost="some passes over the images, one for each transform; all bytes",
         citation="Gao et al. 2021, Privacy-preserving Collaborative Learning with Automatic Transformation Search",
-        adaptive=(*SEARCHING, "cdia(undo=true)"),
-        malicious=UNVEILING,
+        traits=("mixes", "transforms inputs"),
     ),
 )

@@ -15,7 +15,7 @@ from gradveil.core.noise import Key, Noise, NoiseSpec, Schedule, Uniform
 from gradveil.core.settings import Checked, Range, Share, Strength, unused
 from gradveil.core.streams import Stream
 from gradveil.core.types import Batch, BatchTransform, Domain, Redraw
-from gradveil.defences.entry import KNOWING, DefenceEntry
+from gradveil.defences.entry import DefenceEntry
 
 _DRAWS, _RARE = 4096, 1e-3
 """Coefficients that fewer of so many draws keep to would take for ever to draw."""
@@ -203,11 +203,6 @@ def _partners(count: int, batch: Batch) -> Noise:
     return Noise((count, examples), Schedule(examples), neutral=order, dtype=torch.int64, discrete=True)
 
 
-SEARCHING = ("portfolio(restarts=4)", "learned")
-"""Coefficients, signs and choices are optimised with the images; each restart guesses the rest again.
-
-All of them lie between -1 and 1, where the step of 1 that suits images would jump from end to end."""
-
 BATCHING = (
     DefenceEntry(
         name="label-smoothing",
@@ -216,7 +211,6 @@ BATCHING = (
         changes=("batch",),
         cost="nothing; all bytes",
         citation="Szegedy et al. 2016, Rethinking the Inception Architecture for Computer Vision (CVPR)",
-        adaptive=KNOWING,
         identity={"alpha": 0.0},
     ),
     DefenceEntry(
@@ -226,7 +220,7 @@ BATCHING = (
         changes=("batch",),
         cost="one pass over the images; all bytes",
         citation="Zhang, Cissé, Dauphin, Lopez-Paz 2018, mixup: Beyond Empirical Risk Minimization (ICLR)",
-        adaptive=SEARCHING,
+        traits=("mixes",),
         identity={"alpha": 0.0},
     ),
     DefenceEntry(
@@ -236,6 +230,6 @@ BATCHING = (
         changes=("batch",),
         cost="k passes over the images; all bytes",
         citation="Huang, Song, Li, Arora 2020, InstaHide: Instance-hiding Schemes for Private Distributed Learning",
-        adaptive=SEARCHING,
+        traits=("mixes",),
     ),
 )

@@ -14,7 +14,7 @@ from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Normal, Uniform
 from gradveil.core.settings import Bound, Checked, Count, Kept, Range, Share
 from gradveil.core.tree import Tensors, counter, peak, plain, select, straight_through, tmap, under
 from gradveil.core.types import Context, Multiplier, Stage, Transform
-from gradveil.defences.entry import KNOWING, PRUNED, DefenceEntry
+from gradveil.defences.entry import PRUNED, DefenceEntry
 from gradveil.defences.pruning import Pruning, Ratio, as_written, share, smallest_mask
 from gradveil.gradients.fused import in_blocks
 
@@ -344,7 +344,6 @@ COMPRESSING = (
         changes=("send",),
         cost="one pass over the update; 7% of the bytes",
         citation="Bernstein et al. 2018, signSGD: Compressed Optimisation for Non-Convex Problems",
-        adaptive=KNOWING,
     ),
     DefenceEntry(
         name="ternary",
@@ -354,7 +353,6 @@ COMPRESSING = (
         changes=("send",),
         cost="a random number an entry; 2% of the bytes",
         citation="Wen et al. 2017, TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning",
-        adaptive=KNOWING,
     ),
     DefenceEntry(
         name="quantise",
@@ -364,7 +362,7 @@ COMPRESSING = (
         changes=("send",),
         cost="a random number an entry; 7% of the bytes",
         citation="Alistarh et al. 2017, QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
-        adaptive=(*KNOWING, "portfolio(rounding=interval)"),
+        traits=("rounds to levels",),
     ),
     DefenceEntry(
         name="minmax",
@@ -374,7 +372,6 @@ COMPRESSING = (
         changes=("send",),
         cost="a random number an entry; 22% of the bytes at ratio=0.8",
         citation="MinMax sampling, as Yang et al. 2023 (GLAUS) attack it",
-        adaptive=KNOWING,
         identity={"ratio": 0.0},
     ),
     DefenceEntry(
@@ -385,7 +382,7 @@ COMPRESSING = (
         changes=("send",),
         cost="a few passes, two copies of the update kept: 1.3 to 1.5 gradients; 34% of the bytes at first, later 0.4%",
         citation="Lin et al. 2018, Deep Gradient Compression: Reducing the Communication Bandwidth (ICLR)",
-        adaptive=PRUNED,
+        traits=PRUNED,
         identity={"keep": 1.0, "momentum": 0.0},
     ),
 )

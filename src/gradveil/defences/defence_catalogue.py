@@ -15,8 +15,9 @@ from gradveil.defences.ats import ATS
 from gradveil.defences.batch_defences import BATCHING
 from gradveil.defences.composition import NONE, Defence
 from gradveil.defences.compression import COMPRESSING
+from gradveil.defences.deployed_filters import FILTERS
 from gradveil.defences.dp import CLIPS, PRIVATE
-from gradveil.defences.entry import KNOWING, DefenceEntry, Slot
+from gradveil.defences.entry import DefenceEntry, Slot
 from gradveil.defences.feature_hiding import HIDING
 from gradveil.defences.model_defences import MODEL_DEFENCES
 from gradveil.defences.optimal import INFORMED
@@ -31,10 +32,21 @@ _UNDEFENDED = DefenceEntry(
     changes=(),
     cost="nothing; all bytes",
     citation="McMahan et al. 2017, Communication-Efficient Learning of Deep Networks from Decentralized Data",
-    adaptive=("portfolio",),
     identity={},
 )
-_ENTRIES = (_UNDEFENDED, *CLIPS, *NOISES, *PRIVATE, *PRUNING, *ALIGNED, *COMPRESSING, *STANDIN, *INFORMED, *HIDING)
+_ENTRIES = (
+    _UNDEFENDED,
+    *CLIPS,
+    *NOISES,
+    *PRIVATE,
+    *PRUNING,
+    *ALIGNED,
+    *COMPRESSING,
+    *STANDIN,
+    *INFORMED,
+    *HIDING,
+    *FILTERS,
+)
 DEFENCES: dict[str, DefenceEntry] = {entry.name: entry for entry in (*_ENTRIES, *BATCHING, *ATS, *MODEL_DEFENCES)}
 """Every defence by name. `DEFENCES["dp"](clip=20, sigma=1e-4)` builds one; `gradveil.defences.parse` reads a text."""
 
@@ -57,7 +69,6 @@ def _plugged(plugin: Plugin) -> DefenceEntry:
         changes=tuple(slot for slot in slots if made is None or getattr(made, slot)),
         guarantee="no formal guarantee: the package says none",
         cost="the package does not say",
-        adaptive=KNOWING,
     )
 
 

@@ -24,7 +24,7 @@ from gradveil.core.tree import Tensors, root, tmap
 from gradveil.core.types import Context, Multiplier, Stage, Transform
 from gradveil.defences.additive_noise import Gaussian, On
 from gradveil.defences.composition import Defence
-from gradveil.defences.entry import KNOWING, DefenceEntry
+from gradveil.defences.entry import DefenceEntry
 
 Decay = Annotated[Kept, "Factor of clip and noise from one round to the next."]
 Sigma = Annotated[Strength, "Noise multiplier: standard deviation of the noise over the norm."]
@@ -190,7 +190,6 @@ CLIPS = (
         guarantee=Clip.guarantee,
         cost="two passes over the update; all bytes",
         citation="Pascanu et al. 2013, On the difficulty of training recurrent neural networks",
-        adaptive=KNOWING,
         identity={"norm": float("inf")},
     ),
     DefenceEntry(
@@ -202,7 +201,6 @@ CLIPS = (
         guarantee=Clip.guarantee,
         cost="about 2 gradients; all bytes",
         citation="Abadi et al. 2016, Deep Learning with Differential Privacy",
-        adaptive=KNOWING,
         identity={"norm": float("inf")},
     ),
 )
@@ -215,7 +213,6 @@ PRIVATE = (
         guarantee="differential privacy of examples; epsilon follows from sigma, sampling rate and steps",
         cost="2 gradients; all bytes",
         citation="Abadi et al. 2016, Deep Learning with Differential Privacy",
-        adaptive=KNOWING,
         identity={"clip": float("inf"), "sigma": 0.0},
     ),
     DefenceEntry(
@@ -226,7 +223,6 @@ PRIVATE = (
         guarantee="differential privacy of examples; over L parameter tensors the sensitivity is clip sqrt(L)",
         cost="about 2 gradients; all bytes",
         citation="Wei et al. 2021, Gradient-Leakage Resilient Federated Learning (ICDCS)",
-        adaptive=KNOWING,
         identity={"clip": float("inf"), "sigma": 0.0},
     ),
     DefenceEntry(
@@ -237,7 +233,6 @@ PRIVATE = (
         guarantee="differential privacy of clients, towards whoever sees one update or a sum of them",
         cost="a random number an entry; all bytes",
         citation="McMahan et al. 2018, Learning Differentially Private Recurrent Language Models (ICLR)",
-        adaptive=KNOWING,
         identity={"clip": float("inf"), "sigma": 0.0},
     ),
 )

@@ -16,24 +16,31 @@ from gradveil.defences.error_feedback import Feedback
 Slot = Literal["model", "batch", "step", "send"]
 """The places where a client can be defended."""
 
-KNOWING = ("portfolio", "learned")
-"""What is random is inferred, optimised or, where its mean is zero, averaged out over the rounds; or all is learned."""
-PRUNED = ("portfolio", 'portfolio(objective="layerwise-cosine")', "learned")
-"""The zeros show the masks; the residual of error feedback follows from the rounds. Two ways to compare the rest."""
-ORDERED = (*PRUNED, "portfolio(pruned=ordered)")
-"""Besides, the smallest and the largest that was sent bound what was not."""
-DUAL = (*ORDERED, "cdia(objective=l2, pruned=ordered, rounds=all)")
-"""Where the largest are cut too, angles say little of the rest: a third way to compare, with the bounds."""
+Trait = Literal[
+    "anything",
+    "changes updates",
+    "zeros entries",
+    "zeros by size",
+    "zeros the largest",
+    "rounds to levels",
+    "shapes noise",
+    "mixes",
+    "transforms inputs",
+    "drops units",
+    "draws features",
+    "locks",
+]
+"""What a defence does that decides which attacks are tried on it: the rows of `gradveil.audit.attackers` ask for these.
 
-PLANTED = (
-    "rob(bins=512)",
-    "rob(bins=512, sparse=true)",
-    "curious(rows=1024, share=0.03)",
-    "fishing(simulated_client=full)",
-)
-"""What a malicious server sends: blocks whose rows are compared or stand alone, trap weights, a last layer."""
-DECOYS = ("rob(bins=512, sparse=true, decoys=64)", "rob(bins=512, sparse=true, decoys=256)")
-"""Rows with larger gradients for a client to cut in the place of those that show the images: few and many."""
+The first two follow from the slots it fills. The others: it sends zeros, which show their places; zeros in place of the
+smallest, so that what was sent bounds the rest; zeros in place of the largest too; values rounded to known levels;
+noise of a known covariance; inputs mixed with others; inputs behind known transforms; units dropped at random; features
+drawn in a bottleneck; or layers scaled by a key that each client keeps."""
+
+PRUNED: tuple[Trait, ...] = ("zeros entries",)
+ORDERED: tuple[Trait, ...] = (*PRUNED, "zeros by size")
+DUAL: tuple[Trait, ...] = (*ORDERED, "zeros the largest")
+"""What pruning does: zeros, of the smallest entries, of the largest too."""
 
 
 def feedback_argument(default: bool) -> Argument:
@@ -50,28 +57,25 @@ class DefenceEntry(NamedEntry):
     cost: str
     """What a client pays: computation, where measured in plain gradients of 64 images (docs/performance.md); after the
     semicolon bytes, as a share of those of an update in which nothing is zero, for a small CNN."""
-    adaptive: tuple[str, ...]
-    """Attacks that aim at it, as texts: a defence names those that could break it."""
+    traits: tuple[Trait, ...] = ()
+    """What it does that decides which attacks are tried on it."""
+    adaptive: tuple[str, ...] = ()
+    """Attacks to try besides those that the table finds, as texts: for a package that brings its own."""
     guarantee: str = ""
     """The formal guarantee; by default that of the factory, if it has one."""
     stage: str = "own"
     """Name of the factory's transform in its chain: a prefix of noise and state."""
     feedback: bool | None = None
     """Whether a compressor has error feedback by default; None for what takes no `feedback`."""
-    malicious: tuple[str, ...] = PLANTED
-    """Attacks of a server that changes the model it sends, as texts."""
     identity: Mapping[str, Any] | None = None
     """Arguments at which it changes nothing; None if there are none."""
 
     def __post_init__(self) -> None:
-        """Complete the arguments and the guarantee; refuse a defence without an attack that aims at it."""
+        """Complete the arguments and the guarantee."""
         super().__post_init__()
         if self.feedback is not None and all(argument.name != "feedback" for argument in self.arguments):
             object.__setattr__(self, "arguments", (*self.arguments, feedback_argument(self.feedback)))
         object.__setattr__(self, "guarantee", self.guarantee or getattr(self.factory, "guarantee", Transform.guarantee))
-        if not self.adaptive:
-            what = "names no attacker that aims at it"
-            raise fail(f"{self.name}.adaptive", what, 'name at least one, such as "portfolio" and "learned"')
 
     def __call__(self, **values: Any) -> Defence:
         """Build the defence; every unknown, missing or impossible argument is refused at once."""

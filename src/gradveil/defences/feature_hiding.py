@@ -234,7 +234,7 @@ HIDING = (
         changes=("step",),
         cost="a backward pass for every feature: 55 gradients of a small CNN; all bytes but the classifier's columns",
         citation="Sun et al. 2021, Soteria: Provable Defense against Privacy Leakage in Federated Learning (CVPR)",
-        adaptive=PRUNED,
+        traits=PRUNED,
         identity={"percentile": 0.0},
     ),
     DefenceEntry(
@@ -245,7 +245,7 @@ HIDING = (
         changes=("step",),
         cost="a few passes and a random number an entry in each step; 45% of the bytes at first, later more often all",
         citation="Wang, Hugh, Li 2023, More than Enough is Too Much: Adaptive Defenses against Gradient Leakage",
-        adaptive=PRUNED,
+        traits=PRUNED,
         identity={"prune": 0.0, "scale": 0.0},
     ),
 )

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from torch import Generator, nn
 
 from gradveil.core.settings import Checked, Choice, Count, Range, Share, Strength, TextValue
-from gradveil.defences.entry import KNOWING, DefenceEntry
+from gradveil.defences.entry import DefenceEntry
 from gradveil.nn.keylock import ACTIVATIONS, with_keylock
 from gradveil.nn.stochastic_layers import KL_VARIANTS, with_cvb, with_dropout, with_precode
 
@@ -89,7 +89,7 @@ MODEL_DEFENCES = (
         changes=("model",),
         cost="a random number for every activation behind it; all bytes",
         citation="Scheliga, Mäder, Seeland 2023, Dropout is NOT All You Need to Prevent Gradient Leakage (AAAI)",
-        adaptive=(*KNOWING, "dia"),
+        traits=("drops units",),
         identity={"p": 0.0},
     ),
     DefenceEntry(
@@ -99,7 +99,7 @@ MODEL_DEFENCES = (
         changes=("model",),
         cost="two more linear layers; their bytes too: 1.7x the bytes of a small CNN",
         citation="Scheliga, Mäder, Seeland 2022, PRECODE: A Generic Model Extension to Prevent Deep Gradient Leakage",
-        adaptive=(*KNOWING, "pig"),
+        traits=("draws features",),
     ),
     DefenceEntry(
         name="cvb",
@@ -109,7 +109,7 @@ MODEL_DEFENCES = (
         cost="three more convolutions; their bytes too: 1.1x the bytes of a small CNN",
         citation="Scheliga, Mäder, Seeland 2024, Privacy Preserving Federated Learning with Convolutional Variational "
         "Bottlenecks",
-        adaptive=(*KNOWING, "pig"),
+        traits=("draws features",),
     ),
     DefenceEntry(
         name="keylock",
@@ -118,6 +118,6 @@ MODEL_DEFENCES = (
         changes=("model",),
         cost="two linear layers more, which the client trains and keeps; all bytes",
         citation="Ren et al. 2023, Gradient Leakage Defense with Key-Lock Module for Federated Learning",
-        adaptive=("cdia(rounds=all, lr=0.1)", "learned"),
+        traits=("locks",),
     ),
 )

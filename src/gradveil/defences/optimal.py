@@ -28,7 +28,7 @@ from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, below, counter, norm, plain, root, select, tmap, under
 from gradveil.core.types import Batch, Context, Multiplier, Stage, Transform
 from gradveil.defences.additive_noise import Clamp, Std, clamped
-from gradveil.defences.entry import KNOWING, PRUNED, DefenceEntry, feedback_argument
+from gradveil.defences.entry import PRUNED, DefenceEntry, feedback_argument
 from gradveil.defences.pruning import Magnitude, Scope, rest
 from gradveil.theory.first_order_utility import expected, global_ratio, optimal_variances
 from gradveil.theory.input_jacobian import norms, probe_noise, squared_row_norms
@@ -445,7 +445,7 @@ INFORMED = (
         cost="10 forward-mode passes: 16 to 31 gradients, with cheaper settings 2 to 4, of public images 15 a batch; "
         "all bytes",
         citation="Chen, Gürsoy, Lei 2024, Optimal Defenses Against Gradient Reconstruction Attacks",
-        adaptive=(*KNOWING, "portfolio(whiten=true)"),
+        traits=("shapes noise",),
         identity={"std": 0.0},
     ),
     DefenceEntry(
@@ -459,7 +459,7 @@ INFORMED = (
         cost="10 forward-mode passes, 16 gradients, with the cheaper settings of optimal-noise 2 to 4, of public "
         "images 15 a batch; 22% of the bytes at ratio=0.8",
         citation="Chen, Gürsoy, Lei 2024, Optimal Defenses Against Gradient Reconstruction Attacks",
-        adaptive=PRUNED,
+        traits=PRUNED,
         identity={"ratio": 0.0},
     ),
 )

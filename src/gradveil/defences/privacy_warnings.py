@@ -55,7 +55,7 @@ def suspicions(client: Client, batch: Batch, training: Participation | None = No
             yield from _seen_alone(client, mechanism, training)
             yield from _too_few(mechanism, training)
         if not mechanism.flaws:
-            yield from _meaningless(mechanism, training, training or _one_update(client, batch, mechanism))
+            yield from _meaningless(mechanism, training, training or one_update(client, batch, mechanism))
 
 
 def _voided(privacy: Privacy) -> Iterator[Problem]:
@@ -118,7 +118,7 @@ def _disagreement(mechanism: Mechanism) -> Iterator[Problem]:
         yield _warning("noise", problem, f"scale the noise to the clip, or account for {mechanism.multiplier:.4g}")
 
 
-def _one_update(client: Client, batch: Batch, mechanism: Mechanism) -> Participation:
+def one_update(client: Client, batch: Batch, mechanism: Mechanism) -> Participation:
     """Return the participation of a unit in the noisy sums of one update."""
     local, examples = client.local, batch.inputs.shape[0] // client.members
     if local is None or mechanism.unit == "client":

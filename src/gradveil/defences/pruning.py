@@ -21,7 +21,7 @@ from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Normal
 from gradveil.core.settings import Checked, Kept, Share
 from gradveil.core.tree import Tensors, peak, plain, select, tmap, under
 from gradveil.core.types import Context, Multiplier, Stage, Transform
-from gradveil.defences.entry import DECOYS, DUAL, ORDERED, PLANTED, DefenceEntry
+from gradveil.defences.entry import DUAL, ORDERED, DefenceEntry
 
 Floats = NDArray[np.float32]
 
@@ -484,7 +484,7 @@ PRUNING = (
         changes=("send",),
         cost="a few passes over the update; 22% of the bytes at ratio=0.8",
         citation="Zhu et al. 2019, Deep Leakage from Gradients",
-        adaptive=ORDERED,
+        traits=ORDERED,
         identity={"ratio": 0.0},
     ),
     DefenceEntry(
@@ -496,7 +496,7 @@ PRUNING = (
         changes=("send",),
         cost="a few passes over the update: 1.1 to 1.3 gradients; 22% of the bytes at keep=0.2",
         citation="Aji and Heafield 2017, Sparse Communication for Distributed Gradient Descent",
-        adaptive=ORDERED,
+        traits=ORDERED,
         identity={"keep": 1.0},
     ),
     DefenceEntry(
@@ -508,8 +508,7 @@ PRUNING = (
         changes=("send",),
         cost="a few passes over the update: 1.1 to 1.4 gradients; 22% of the bytes",
         citation="Xue et al. 2024, Dual Gradient Pruning (AAAI)",
-        adaptive=DUAL,
-        malicious=(*PLANTED, *DECOYS),
+        traits=DUAL,
         identity={"top": 0.0, "bottom": 0.0},
     ),
 )

@@ -14,7 +14,7 @@ from gradveil.core.errors import Problem
 from gradveil.core.settings import Checked, Positive, Share, unused
 from gradveil.core.tree import Tensors, counter, plain, straight_through, tmap, under
 from gradveil.core.types import Context, Stage, Transform
-from gradveil.defences.entry import KNOWING, DefenceEntry
+from gradveil.defences.entry import DefenceEntry
 from gradveil.gradients.fused import in_blocks
 
 
@@ -141,6 +141,5 @@ STANDIN = (
         changes=("send",),
         cost="one pass, two copies of the update kept: 1.0 to 1.5 gradients; 44% of the bytes at first, later all",
         citation="Hu et al. 2024, Gradients Stand-in for Defending Deep Leakage in Federated Learning",
-        adaptive=KNOWING,
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradveil.assurance.statement import assurance_of
 from gradveil.audit.attack_check import STATES, descent, examine
 from gradveil.audit.attack_selection import ATTACKERS
 from gradveil.audit.defence_costs import Costs, costs_of
@@ -20,6 +21,7 @@ from gradveil.report.defence_lines import defence_tables
 from gradveil.report.exhibits import Exhibit, exhibits, halls, leading_setting, most_telling
 from gradveil.report.identical_trials import KINDS, identical, named, short_names
 from gradveil.report.legend import legend
+from gradveil.report.marked_sentences import marked_sentences
 from gradveil.report.page import PageSection, frame, render, section
 from gradveil.report.pictures import OUTCOMES, Picture, data_uri, picture_uri, pictures_of, room_of_each
 from gradveil.report.shown_rows import shown_rows
@@ -34,6 +36,7 @@ _FUNCTIONS = {
     "proven": proven,
     "identical": identical,
     "named": named,
+    "marked_sentences": marked_sentences,
 }
 _TERMS = {
     "states": STATES,
@@ -60,6 +63,7 @@ def sections(shown: Mapping[str, Any]) -> list[PageSection]:
         (shown["fronts"], section("front", "Cost", "Leak against cost")),
         (rows, section("pictures", *_titles(shown["words"]))),
         (rows, section("details", "Details", "Details of each defence")),
+        (shown["statement"], section("assurance", "Assurance", "Assurance")),
         (is_scored, section("table", "Trials", "All trials")),
         (True, section("method", "Method", "Method", "audit_method")),
         (shown["legend"], section("legend", "Legend", "Legend")),
@@ -115,6 +119,7 @@ def context(run: Run, costs: Costs | None = None) -> dict[str, Any]:
         "budget": progress,
         "words": every[0].words if every else ExampleWords(),
         **pareto.section(fronts, rows),
+        "statement": assurance_of(run, costs=costs) if result.verdicts else None,
         "legend": legend(result, thresholds),
         **method.section(run.info, every, rows),
         "data": {"curves": plots.curves(progress, rows), "fronts": plots.fronts(fronts, rows)},
@@ -146,6 +151,7 @@ def _opening(run: Run, result: Findings, config: Mapping[str, Any], shown: Seque
         "threat": threat_model(result.finished, config),
         "scope": scope(judged, config),
         "warnings": run.info.get("warnings", []),
+        "untried": run.info.get("untried", []),
         **_status(run, result),
     }
 

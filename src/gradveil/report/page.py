@@ -55,8 +55,8 @@ def points(share: float) -> str:
     return f"{100 * share:+.1f}".replace("-", "−")
 
 
-def render(template: str, sections: Sequence[PageSection], context: Mapping[str, Any]) -> str:
-    """Render a page with these sections. Every text of the context is escaped."""
+def templates() -> jinja2.Environment:
+    """Return the environment of all pages: every text is escaped, and numbers are written alike."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -72,6 +72,12 @@ def render(template: str, sections: Sequence[PageSection], context: Mapping[str,
         "points": points,
     }
     environment.globals |= {"levels": LEVELS, "icons": _ICONS}
+    return environment
+
+
+def render(template: str, sections: Sequence[PageSection], context: Mapping[str, Any]) -> str:
+    """Render a page with these sections. Every text of the context is escaped."""
+    environment = templates()
     environment.globals["parts"] = environment.get_template("parts.html.j2").module
     script = Markup("\n").join(map(_asset, _SCRIPTS))
     return environment.get_template(template).render(

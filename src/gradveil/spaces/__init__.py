@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from gradveil.core.space import Space
     from gradveil.spaces.image_space import ImageSpace
     from gradveil.spaces.table_space import TableColumn, TableSpace
+    from gradveil.spaces.text_space import TextSpace
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -18,7 +19,8 @@ else:
             "Space": "gradveil.core.space",
             "TableColumn": "gradveil.spaces.table_space",
             "TableSpace": "gradveil.spaces.table_space",
+            "TextSpace": "gradveil.spaces.text_space",
         },
     )
 
-__all__ = ["ImageSpace", "Space", "TableColumn", "TableSpace"]
+__all__ = ["ImageSpace", "Space", "TableColumn", "TableSpace", "TextSpace"]

@@ -184,7 +184,7 @@ def _output_problems(outputs: Tensor, batch: Batch) -> list[Problem]:
 
 
 def _derivative_problems(model: nn.Module, batch: Batch, loss: Loss, trace: Trace) -> list[Problem]:
-    inputs = batch.inputs.detach().clone().requires_grad_()
+    inputs = batch.inputs.detach().clone().requires_grad_(batch.inputs.dtype.is_floating_point)
     params = {name: value for name, value in model.named_parameters() if value.requires_grad}
     if not params:
         return []
@@ -210,7 +210,8 @@ def _derivative_problems(model: nn.Module, batch: Batch, loss: Loss, trace: Trac
     if not any(slope.any() for slope in used):
         remedy = "check for dead activations and for detach(); one output, for data of a single class, learns nothing"
         return [*problems, Problem("model", "the gradient is zero: the update reveals nothing", remedy)]
-    return problems + _second_problems(_normalised_square(used), inputs, trace)
+    # Token numbers have no derivative; attacks on them need none.
+    return problems + (_second_problems(_normalised_square(used), inputs, trace) if inputs.requires_grad else [])
 
 
 def _loss_problems(value: Tensor, examples: int) -> list[Problem]:

@@ -12,6 +12,7 @@ from gradveil.core.errors import Problem
 from gradveil.core.types import Batch
 from gradveil.nn.formulas import by_formula
 from gradveil.nn.surgery import BATCHNORMS, DROPOUTS, INSTANCENORMS, BatchNorm, InstanceNorms, replaceable, uses_batch
+from gradveil.nn.token_layout import TokenModel
 
 Bounds = tuple[float | Tensor, float | Tensor]
 """Smallest and largest allowed inputs: numbers, or tensors that broadcast."""
@@ -44,6 +45,8 @@ def batch_problems(model: nn.Module, batch: Batch, bounds: Bounds | None, classe
 
 def _input_problems(model: nn.Module, inputs: Tensor) -> list[Problem]:
     where = "batch.inputs"
+    if isinstance(model, TokenModel) and inputs.dtype == torch.int64:
+        return []
     if not inputs.dtype.is_floating_point:
         what = f"has dtype {inputs.dtype}, in which nothing can be reconstructed by gradients"
         return [Problem(where, what, "convert to floating point: inputs.float() / 255 for bytes")]

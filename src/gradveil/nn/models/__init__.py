@@ -18,10 +18,10 @@ from gradveil.core.user_code import imported
 from gradveil.nn.initial_weights import drawing_from, initialise
 from gradveil.nn.models.libraries import LIBRARIES, Wanted, build_of_library
 from gradveil.nn.models.mlp import mlp
-from gradveil.nn.models.parts import Network
 from gradveil.nn.models.resnet import resnet18, resnet20, resnet32, resnet34
 from gradveil.nn.models.small_cnn import cnn6, convnet, lenet_zhu, mnist_cnn_glaus, mnist_conv, scheliga_cnn
 from gradveil.nn.models.tabular import tabular_mlp, tabular_resnet
+from gradveil.nn.models.token_transformers import small_encoder
 from gradveil.nn.models.vgg import vgg11, vgg13, vgg16
 from gradveil.nn.models.vit import vit
 
@@ -30,7 +30,7 @@ from gradveil.nn.models.vit import vit
 class ModelEntry:
     """One model: `factory(*, channels, size, classes, norm, groups, activation, ...)`, description and citation."""
 
-    factory: Callable[..., Network]
+    factory: Callable[..., nn.Module]
     description: str
     citation: str
 
@@ -45,7 +45,7 @@ class ModelEntry:
         return {name: p.default for name, p in inspect.signature(self.factory).parameters.items()}
 
 
-FACTS = {"channels", "size", "columns", "vocabulary", "length"}
+FACTS = {"channels", "size", "columns", "vocabulary", "length", "padding"}
 """What models may be told of an example, see `Space.model_facts`."""
 
 _DLG = "Zhu, Liu, Han: Deep Leakage from Gradients (NeurIPS 2019)"
@@ -58,6 +58,7 @@ _GLAUS = "Yang et al. 2023: GLAUS, an attack on unbiased gradient sampling"
 _RESNET = "He, Zhang, Ren, Sun: Deep Residual Learning for Image Recognition (CVPR 2016)"
 _VGG = "Simonyan, Zisserman: Very Deep Convolutional Networks (ICLR 2015)"
 
+_VASWANI = "Vaswani et al.: Attention Is All You Need (NeurIPS 2017)"
 _TABLEAK = "Vero, Balunović, Dimitrov, Vechev: TabLeak: Tabular Data Leakage in Federated Learning (ICML 2023)"
 _TABULAR = "Gorishniy, Rubachev, Khrulkov, Babenko: Revisiting Deep Learning Models for Tabular Data (NeurIPS 2021)"
 
@@ -80,6 +81,9 @@ MODELS: dict[str, ModelEntry] = {
     "tabular-mlp": ModelEntry(tabular_mlp, "for rows: fully connected layers, width 100, depth 2, ReLU", _TABLEAK),
     "tabular-resnet": ModelEntry(
         tabular_resnet, "for rows: embeddings of categories, 2 residual blocks of width 64 with LayerNorm", _TABULAR
+    ),
+    "small-encoder": ModelEntry(
+        small_encoder, "for texts: 2 pre-norm transformer layers of width 128, mean pooling, random weights", _VASWANI
     ),
 }
 """Models of published studies by short name."""

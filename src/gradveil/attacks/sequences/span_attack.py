@@ -1,0 +1,357 @@
+"""Recovery of texts from the gradients of attention: exact where rows span a subspace, ranked where noise fills it.
+
+Petrov, Dimitrov, Baader, Müller, Vechev 2024, "DAGER: Exact Gradient Inversion for Large Language Models" (NeurIPS),
+for membership in the spans of the first two layers. Ranking by weighted directions, the completion of pruned gradients,
+the order of words by embedding rows, and the subtraction of recovered sentences from a batch's gradient are our own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.knowledge import How, Knowledge, Known
+from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, Remark, in_closed_form
+from gradveil.attacks.sequences.sentence_search import LogPrior, Sentence, SentenceSearch
+from gradveil.attacks.sequences.token_candidates import Candidates, rank_words
+from gradveil.attacks.sequences.token_span import TokenSpan, token_span
+from gradveil.attacks.sequences.word_prior import word_pairs
+from gradveil.attacks.sequences.word_rows import WordRows, word_rows
+from gradveil.client import Client
+from gradveil.core.errors import Problem, fail
+from gradveil.core.noise import Key
+from gradveil.core.settings import Checked, Range
+from gradveil.core.tree import Tensors
+from gradveil.core.types import Batch
+from gradveil.gradients.objective import mean_gradient
+from gradveil.nn.module_paths import call_on, last_layer
+from gradveil.nn.token_layout import TokenModel
+from gradveil.spaces.text_space import TextSpace
+
+MEMBER = 3e-5
+"""Largest residual of a member of the first layer's span; true tokens lie at 1e-7 to 1e-5."""
+_SCHEDULE = ((8, 12), (16, 32), (24, 64))
+"""Width of the beam and words per position, tried in this order until a sentence is proved."""
+_CAUSAL = ((256, 1024),)
+"""Prefixes of causal texts are tested exactly, so that one wide beam finds all texts."""
+_MOST = 1024
+"""Members per position that are listed without a bag of words."""
+_RANKED = 16
+"""Width of the beam under noise."""
+_LABELS = 10
+"""Most classes that are tried to subtract a sentence."""
+_DIFFERENT = 0.3
+"""Share of tokens in which two ranked sentences of a batch must differ."""
+
+
+@dataclass(frozen=True)
+class SpanAttack(Checked):
+    """Find the words of each position in the first layer's span, and their order in the second's."""
+
+    name: str = "span"
+    ranked: Annotated[bool, "Rank words where the gradient fills the whole space, as it does with noise."] = False
+    rows: Annotated[bool, "Use the word embedding's gradient, if it was sent, to shorten the lists of words."] = True
+    shortlist: Annotated[int, Range(1), "Words per position that are ranked under noise."] = 24
+    prior_weight: Annotated[float, Range(0), "Weight of public word pairs under noise; 0 needs no public texts."] = 0.1
+
+    needs: ClassVar[str] = "tokens"
+
+    @property
+    def simulated_client(self) -> Literal["naive", "full"]:
+        """Membership ignores defences; ranking expects noise, and completes what pruning removed."""
+        return "full" if self.ranked else "naive"
+
+    @property
+    def knowledge(self) -> Mapping[str, How]:
+        """The public texts of the prior."""
+        return {"public": Known()} if self.ranked and self.prior_weight else {}
+
+    def problems(self, prospect: Prospect) -> Iterator[Problem]:
+        """Refuse models whose first layers are not known."""
+        yield from token_problems(prospect.simulated_client, self.name)
+
+    def __call__(
+        self,
+        observations: Sequence[Observation],
+        simulated_client: Client,
+        knowledge: Knowledge,
+        key: Key,
+        progress: Callable[[Progress], None] | None = None,
+        plan: Sequence[int] = (),
+    ) -> Reconstruction:
+        """Recover every target client's texts from the last round's update."""
+        began = time.perf_counter()
+        seen = observations[-1]
+        space = text_space(knowledge)
+        prior = self._prior(knowledge, space)
+        texts, costs, ranks, proofs = [], [], [], []
+        for client in range(len(seen.target_clients)):
+            one = _Client(self, seen, client, simulated_client, knowledge, space, prior)
+            sentences = one.recovered()
+            texts.append(padded([s.words for s in sentences], seen.examples, space))
+            costs.append(sum(s.cost for s in sentences) / len(sentences) if sentences else torch.inf)
+            ranks.append(float(one.rank))
+            proofs.append(float(sum(s.proved for s in sentences)))
+        inputs, costs = torch.stack(texts), torch.tensor(costs)
+        targets = token_targets(seen, simulated_client, knowledge, inputs)
+        result = in_closed_form(inputs, targets, costs, torch.isfinite(costs), began, progress)
+        width = simulated_client.model.layout.word_table(seen.params).shape[1]  # type: ignore[union-attr]
+        remarks = (
+            Remark(f"{{}} of {width} directions of the first layer filled", tuple(ranks)),
+            Remark(f"{{}} of {seen.examples} sentences proved by both layers", tuple(proofs)),
+        )
+        return replace(result, remarks=remarks)
+
+    def _prior(self, knowledge: Knowledge, space: TextSpace) -> LogPrior | None:
+        if not self.ranked or not self.prior_weight or knowledge.public is None:
+            return None
+        return word_pairs(knowledge.public.inputs.long(), len(space.vocabulary), space.padding)
+
+
+def span_rank() -> SpanAttack:
+    """Return the attack that ranks words under noise."""
+    return SpanAttack("span-rank", ranked=True)
+
+
+@dataclass
+class _Client:
+    """The search in one target client's update; what is recovered is subtracted from the update."""
+
+    attack: SpanAttack
+    seen: Observation
+    client: int
+    simulated_client: Client
+    knowledge: Knowledge
+    space: TextSpace
+    prior: LogPrior | None
+    rank: int = 0
+    listed: tuple[TokenSpan, Candidates] | None = None
+
+    def __post_init__(self) -> None:
+        model = self.simulated_client.model
+        assert isinstance(model, TokenModel)
+        self.model, self.layout = model, model.layout
+        self.params = {name: value.detach() for name, value in self.seen.params.items()}
+        self.rest = {name: value[self.client] for name, value in self.seen.update.items()}
+
+    def recovered(self) -> list[Sentence]:
+        """Return up to one sentence per example, proved ones first."""
+        found: list[Sentence] = []
+        left = self.seen.examples
+        first = self._span(0, left)
+        self.rank = first.rank
+        if not first.exact:
+            return self._ranked(first) if self.attack.ranked else []
+        schedule = _CAUSAL if self.layout.causal else _SCHEDULE
+        level = 0
+        while left and first.rank:
+            widest = level == len(schedule) - 1
+            avoid = {tuple(one.words.tolist()) for one in found}
+            search = self._search(first, left, *schedule[level])
+            tried = search.run(4 * left, avoid)
+            proved = [one for one in tried if one.proved]
+            if not proved and widest:
+                better = [search.improved(one) for one in tried[: 2 * left]]
+                proved = [one for one in better if one.proved]
+                if not proved:
+                    return found + _distinct(sorted(better, key=lambda one: one.cost), left)
+            level = 0 if proved else level + 1
+            peeled = 0
+            for one in proved[:left]:
+                smaller = None if self.layout.causal else self._subtracted(one, first)
+                found.append(one)
+                left -= 1
+                if smaller is not None:
+                    first, peeled = smaller, peeled + 1
+            if proved and left and not peeled:
+                # Causal searches find all at once. Else a defence scaled the update: take what the spans alone prove.
+                found += _distinct([one for one in tried if one not in proved], left)
+                break
+        return self._with_last_words(found) if self.layout.causal else found
+
+    def _span(self, layer: int, examples: int) -> TokenSpan:
+        one = {name: value.unsqueeze(0) for name, value in self.rest.items()}
+        gradients = [value[0] for value in self.layout.gradients(one, layer)]
+        if not gradients:
+            remedy = "train attention, or choose embedding-rows"
+            raise fail(f"attack.{self.attack.name}", f"layer {layer} of attention was not sent", remedy)
+        return token_span(gradients, examples * self.space.shape[0], next(iter(self.params.values())).dtype)
+
+    def _second(self, examples: int) -> TokenSpan | None:
+        one = {name: value.unsqueeze(0) for name, value in self.rest.items()}
+        if self.layout.layers < 2 or not self.layout.gradients(one, 1):
+            return None
+        return self._span(1, examples)
+
+    def _rows(self, examples: int) -> WordRows | None:
+        most = examples * self.space.shape[0]
+        return word_rows(self.rest, self.layout, 2 * most) if self.attack.rows else None
+
+    def _search(self, span: TokenSpan, examples: int, beam: int, kept: int) -> SentenceSearch:
+        """Return the search among members of the first layer's span."""
+        rows = self._rows(examples)
+        bag = None if rows is None else rows.bag
+        listed = self._members(span, rows)
+        costs = torch.where(listed.residuals < MEMBER, listed.residuals, torch.inf)
+        order = costs
+        if rows is not None and rows.shares is not None:
+            assert bag is not None
+            shares = rows.shares[: len(listed.words)].gather(1, torch.searchsorted(bag, listed.words))
+            # The share of a position's row stands for a residual: words that occur once have all of it.
+            order = torch.where(torch.isfinite(costs), 1 / shares.clamp(0.02, 1), torch.inf)
+            costs = order.sqrt() / 100
+        worst = order.topk(min(kept, order.shape[1]), largest=False).values[:, -1:]
+        costs = torch.where((order <= worst) | (listed.words == self.space.end), costs, torch.inf)
+        costs = torch.where(torch.isfinite(order), costs, torch.inf)
+        return self._searching(Candidates(listed.words, costs), examples, beam, None)
+
+    def _members(self, span: TokenSpan, rows: WordRows | None) -> Candidates:
+        """Return the words near the first layer's span, computed once per span."""
+        if self.listed is None or self.listed[0] is not span:
+            length = self.space.shape[0] if rows is None or rows.length is None else rows.length
+            bag, most = (None, _MOST) if rows is None else (rows.bag, len(rows.bag))
+            found = rank_words(self.model, self.layout, self.params, span, length, most, bag, MEMBER)
+            self.listed = span, found
+        return self.listed[1]
+
+    def _searching(self, candidates: Candidates, examples: int, beam: int, prior: LogPrior | None) -> SentenceSearch:
+        return SentenceSearch(
+            self.model, self.layout, self.params, candidates, self._second(examples), self.space.start, self.space.end,
+            beam, prior, self.attack.prior_weight,
+        )  # fmt: skip
+
+    def _ranked(self, span: TokenSpan) -> list[Sentence]:
+        """Return the best distinct sentences among the best ranked words of each position."""
+        examples = self.seen.examples
+        rows = self._rows(examples)
+        length = self.space.shape[0] if rows is None or rows.length is None else rows.length
+        bag = None if rows is None else rows.bag
+        listed = rank_words(self.model, self.layout, self.params, span, length, self.attack.shortlist, bag)
+        beam = _RANKED
+        search = self._searching(listed, examples, beam, self.prior)
+        tried = _distinct(search.run(beam * length), examples)
+        return [search.improved(one) for one in tried]
+
+    def _subtracted(self, sentence: Sentence, first: TokenSpan) -> TokenSpan | None:
+        """Subtract a sentence's gradient; return its words and the smaller span, None if it did not fit.
+
+        Of the labels, that one is right which leaves the smallest rank.
+        """
+        best: tuple[int, Tensors, TokenSpan] | None = None
+        before = self.rest
+        ids = padded([sentence.words], 1, self.space)
+        for label in range(min(self.knowledge.classes, _LABELS)):
+            update = self._simulated(ids, label)
+            self.rest = {name: value - update[name] / self.seen.examples for name, value in before.items()}
+            span = self._span(0, self.seen.examples)
+            if best is None or span.rank < best[0]:
+                best = (span.rank, self.rest, span)
+        self.rest = before
+        if best is None or best[0] >= first.rank:
+            return None
+        self.rest = best[1]
+        return best[2]
+
+    def _simulated(self, ids: Tensor, label: int = 0) -> Tensors:
+        """Return the gradient of texts [B, T] of one label, without defences and noise."""
+        client, batch = self.simulated_client, Batch(ids, torch.full(ids.shape[:1], label))
+        trained = {name: self.params[name] for name in self.rest}
+        frozen = {name: value for name, value in self.params.items() if name not in trained}
+        noise = client.undefended_update().noise_spec(self.params, batch).neutral()
+        return mean_gradient(client.objective, trained, frozen, batch, noise)
+
+    def _with_last_words(self, sentences: list[Sentence]) -> list[Sentence]:
+        """Append the last token of each causal text: it is predicted, but predicts nothing itself.
+
+        The bias's gradient holds -1 / (B n) for each predicted word, n the predictions of its text. The same texts
+        with a wrong last word leave just the right ones.
+        """
+        bias = self.rest.get(f"{self.layout.head}.bias")
+        examples = self.seen.examples
+        if bias is None or len(sentences) < examples or not all(one.proved for one in sentences):
+            return sentences
+        wrong = 1 if self.space.padding == 0 else 0
+        longer = [torch.cat([one.words, torch.tensor([wrong])]) for one in sentences]
+        ids = padded(longer, examples, self.space)
+        left = bias - self._simulated(ids)[f"{self.layout.head}.bias"]
+        completed: list[Sentence] = []
+        for one, words in zip(sentences, longer, strict=True):
+            share = -1 / (examples * len(one.words))
+            distances = (left / share - 1).abs()
+            best = int(distances.argmin() if float(distances.min()) < _SAME else left.argmin())
+            if float(left[best]) < share / 2:
+                left[best] -= share
+                words = torch.cat([one.words, torch.tensor([best])])
+            completed.append(replace(one, words=words))
+        return completed
+
+
+_SAME = 0.01
+"""Relative difference below which an entry of the bias holds the share of one text."""
+
+
+def token_problems(client: Client, name: str) -> Iterator[Problem]:
+    """Refuse models whose first layers are not known."""
+    if not isinstance(client.model, TokenModel):
+        what = f"reads texts from the first layers of a language model, and {type(client.model).__name__} is none"
+        remedy = "choose small-encoder or small-decoder, or wrap a model of transformers in HuggingFaceText"
+        yield Problem(f"attack.{name}", what, remedy)
+
+
+def text_space(knowledge: Knowledge) -> TextSpace:
+    """Return the space of the texts; refuse other kinds."""
+    if not isinstance(knowledge.space, TextSpace):
+        what = f"recovers texts, and the examples are {knowledge.space.words.plural}"
+        raise fail("attack", what, "choose an attack for this kind of examples")
+    return knowledge.space
+
+
+def padded(texts: Sequence[Tensor], count: int, space: TextSpace) -> Tensor:
+    """Return texts as token numbers [count, T]: cut and padded, missing ones all padding."""
+    table = torch.full((count, space.shape[0]), space.padding, dtype=torch.long)
+    for row, words in zip(table, texts, strict=False):
+        row[: len(words)] = words[: len(row)]
+    return table
+
+
+def _distinct(sentences: Sequence[Sentence], count: int) -> list[Sentence]:
+    """Return the best sentences that differ from each other in at least 30% of the tokens; fill up with others."""
+    kept: list[Sentence] = []
+    for one in sentences:
+        if len(kept) < count and all(_difference(one.words, other.words) >= _DIFFERENT for other in kept):
+            kept.append(one)
+    return [*kept, *(one for one in sentences if all(one is not other for other in kept))][:count]
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    shorter = min(len(one), len(other))
+    same = int((one[:shorter] == other[:shorter]).sum())
+    return 1 - same / max(len(one), len(other))
+
+
+def token_targets(seen: Observation, client: Client, knowledge: Knowledge, inputs: Tensor) -> Tensor:
+    """Return the granted labels, or those that the last bias proves for the recovered texts.
+
+    The bias's gradient of class c is mean(p_c) - n_c / B, and the model computes p for the texts.
+    """
+    if knowledge.targets is not None:
+        return knowledge.targets
+    target_clients, examples = inputs.shape[:2]
+    zeros = torch.zeros(target_clients, examples, dtype=torch.long)
+    model = client.model
+    bias = seen.update.get(f"{last_layer(model)}.bias")
+    if not isinstance(model, TokenModel) or model.layout.causal or bias is None:
+        return zeros
+    with torch.no_grad():
+        outputs = torch.stack([call_on(model, {**seen.params, **client.objective.buffers()}, x) for x in inputs])
+    counts = examples * (outputs.softmax(-1).mean(1) - bias)
+    for row, wanted in zip(zeros, counts, strict=True):
+        for place in range(examples):
+            row[place] = wanted.argmax()
+            wanted[row[place]] -= 1
+    return zeros.sort(1).values

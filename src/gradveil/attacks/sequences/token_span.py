@@ -1,0 +1,78 @@
+"""The span of a layer's inputs, read off its weight gradient: exact, or weighted by the signal in each direction.
+
+A linear layer's gradient is G = sum_i delta_i x_i^T, so its rows lie in the span of the inputs x_i (Petrov, Dimitrov,
+Baader, Müller, Vechev 2024, "DAGER: Exact Gradient Inversion for Large Language Models", NeurIPS). Noise fills the rest
+of the space. Then directions count by their share of signal, w_k = max(0, 1 - f / s_k^2), where f is the mean square of
+the singular values that noise alone explains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TOLERANCE = 1e-6
+"""Relative singular value below which a direction of an exact gradient is rounding; 1e-4 would lose half the tokens."""
+SPARE = 20
+"""Directions that must be free for membership to mean anything."""
+_COMPLETIONS = 60
+_PRUNED = 0.01
+"""Share of zeros above which a gradient counts as pruned."""
+
+
+@dataclass(frozen=True)
+class TokenSpan:
+    """Directions [K, d] of the inputs and their weights [K] between 0 and 1."""
+
+    basis: Tensor
+    weights: Tensor
+    exact: bool
+    """The gradient has fewer directions than the layer has inputs, so that membership can be tested."""
+
+    @property
+    def rank(self) -> int:
+        """Number of directions."""
+        return len(self.basis)
+
+    def residuals(self, vectors: Tensor) -> Tensor:
+        """Return the length [...] of the part of each unit vector [..., d] that the span does not explain.
+
+        The part itself is computed: the difference of the squared lengths would end at 1e-3 in single precision.
+        """
+        unit = torch.nn.functional.normalize(vectors, dim=-1)
+        shares = unit @ self.basis.T
+        outside = (unit - shares @ self.basis).square().sum(-1)
+        return (outside + (shares.square() * (1 - self.weights)).sum(-1)).sqrt()
+
+
+def token_span(gradients: Sequence[Tensor], tokens: int, dtype: torch.dtype = torch.float32) -> TokenSpan:
+    """Return the span of the inputs behind gradients [outputs, d] of one layer, each brought to norm 1.
+
+    `tokens` bounds the number of inputs; it is the rank that noisy gradients are assumed to have.
+    """
+    width = gradients[0].shape[1]
+    scaled = [g.double() / g.double().norm().clamp_min(1e-300) for g in gradients]
+    stacked = torch.cat(scaled).nan_to_num(0, 0, 0)
+    assumed = max(1, min(tokens, width - SPARE))
+    if float((stacked == 0).double().mean()) > _PRUNED:
+        stacked = _completed(stacked, assumed)
+    _, sizes, directions = torch.linalg.svd(stacked, full_matrices=False)
+    rank = int((sizes > TOLERANCE * sizes[0].clamp_min(1e-300)).sum())
+    if rank <= width - SPARE:
+        return TokenSpan(directions[:rank].to(dtype), torch.ones(rank, dtype=dtype), exact=True)
+    noise = sizes[assumed:].square().mean()
+    weights = (1 - noise / sizes[:assumed].square()).clamp(0, 1)
+    return TokenSpan(directions[:assumed].to(dtype), weights.to(dtype), exact=False)
+
+
+def _completed(pruned: Tensor, rank: int) -> Tensor:
+    """Fill the zeros of a gradient with the entries of its best approximation of a rank (singular value projection)."""
+    sent, matrix = pruned != 0, pruned
+    for _ in range(_COMPLETIONS):
+        _, directions = torch.linalg.eigh(matrix.T @ matrix)
+        top = directions[:, -rank:]
+        matrix = torch.where(sent, pruned, matrix @ top @ top.T)
+    return matrix

@@ -1,0 +1,224 @@
+"""The table of attackers applied to an open run: what `adaptive` adds, what was not tried and why, known weaknesses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.attacks.protocol import Attack, CanRefuse
+from gradveil.audit.attack_selection import ADAPTIVE, UNDEFENDED, has_control, undefended
+from gradveil.audit.attackers.attacker_table import RULES, Rule, aims_at
+from gradveil.audit.attackers.update_facts import UpdateFacts
+from gradveil.audit.experiment import Experiment
+from gradveil.audit.run_file import with_defaults
+from gradveil.client import Client
+from gradveil.core.errors import Problem
+from gradveil.core.formatting import listing
+
+Unfit = dict[tuple[int, str, str], str]
+"""(client, defence, attack) -> why the attack does not apply there."""
+
+
+ADAPTIVE_OPTION = f"--attack {ADAPTIVE}"
+"""How to try what applies."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the table decides of an attack in a run."""
+
+    attack: str
+    """Its text, with the settings that the run needs."""
+    rule: Rule
+    defences: tuple[str, ...]
+    """The only defences that it is for, if the row is for some; else empty."""
+    reason: str
+    """Why it does not apply; empty where it does."""
+    tried: bool
+    """Whether the run has it, or one like it."""
+    unfit: Unfit
+    """Where else it does not apply."""
+    weak: Mapping[int, str]
+    """client -> what its update shows, where the row is for it."""
+
+    @property
+    def texts(self) -> list[str]:
+        """The entries of a run's attacks that add it."""
+        return [f"{self.attack} on {defence}" for defence in self.defences] or [self.attack]
+
+    @property
+    def name(self) -> str:
+        """Its text, with the defences that it is for."""
+        return f"{self.attack} on {listing(self.defences)}" if self.defences else self.attack
+
+    @property
+    def standing(self) -> str:
+        """Say whether the attack applies, and why."""
+        if self.reason:
+            return f"does not apply, since {self.reason}"
+        return f"applies ({ADAPTIVE_OPTION}): {self.rule.why}"
+
+
+def decide(experiment: Experiment) -> list[Decision]:
+    """Decide for every row that looks at updates whether it applies to this run, in the order of the table."""
+    facts = [UpdateFacts(experiment, index) for index in range(len(experiment.config.client))]
+    clients = _Clients(experiment)
+    kind = experiment.space.words.kind
+    rules = (rule for rule in RULES if rule.seen and rule.server == "curious" and kind in rule.kinds)
+    return [_decision(experiment, rule, text, facts, clients) for rule in rules for text in rule.attacks]
+
+
+def widened(experiment: Experiment, decisions: Sequence[Decision]) -> tuple[Experiment, list[Decision], list[str]]:
+    """Add to `adaptive` what this run's updates give besides; return the decisions then, and what was added and why."""
+    new = [each for each in decisions if not each.reason and not each.tried]
+    told = [
+        f"adaptive: {listing(each.attack for each in added)} too, since {rule.why}" for rule, added in _by_rule(new)
+    ]
+    then = [each if each.reason else replace(each, tried=True) for each in decisions]
+    return _with_attacks(experiment, new), then, told
+
+
+def untried(decisions: Sequence[Decision]) -> list[str]:
+    """Say of every attack of the table that looks at updates, and was not tried, why not; equal reasons once."""
+    reasons: dict[str, list[str]] = {}
+    for each in decisions:
+        if not each.tried:
+            reasons.setdefault(each.standing, []).append(each.name)
+    return [f"{listing(names)}: {standing}" for standing, names in reasons.items()]
+
+
+def closed_forms(experiment: Experiment, decisions: Sequence[Decision], *, called: bool = False) -> Iterator[Problem]:
+    """Warn of clients whose update determines examples, where the run has no attack that finds them.
+
+    The remedy is told as options, or as arguments where the audit was `called` from Python.
+    """
+    several, bare = len(experiment.config.client) > 1, UNDEFENDED in experiment.defences
+    for each in decisions:
+        rule = each.rule
+        if rule.weakness and not each.tried and (bare or not rule.undisturbed):
+            remedy = _asked(rule.attacks[0], rule.undisturbed, called)
+            for index, seen in each.weak.items():
+                where = f"client[{index}]" if several else "client"
+                fix = f"attack it so: {remedy}; {rule.ends}"
+                yield Problem(where, f"{rule.weakness}: {seen}", fix, severity="warning")
+
+
+def untested(warning: str) -> str:
+    """Shorten a warning of a run to what it is of, with the option that tries it.
+
+    >>> untested("client: one image may come back: a plain chain -> attack it so: --attack r-gap; a batch ends it")
+    'one image may come back (--attack r-gap)'
+    """
+    cause, _, remedy = warning.partition(" -> ")
+    what = cause.partition(": ")[2].partition(":")[0]
+    return f"{what} ({remedy.removeprefix('attack it so: ').partition(';')[0]})"
+
+
+def _asked(attack: str, bare: bool, called: bool) -> str:
+    if called:
+        return f'attacks=["{attack}"]' + (f', defences=["{UNDEFENDED}"]' if bare else "")
+    return f"--attack {attack}" + (f" --defence {UNDEFENDED}" if bare else "")
+
+
+class _Clients:
+    """The clients that an attack simulates, by client, defence and what the attack believes; each is built once."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.experiment, self._built = experiment, dict[tuple[int, str], Client]()
+
+    def __call__(self, index: int, defence: str) -> Client:
+        if (index, defence) not in self._built:
+            self._built[index, defence] = self.experiment.client(index, defence, self.experiment.config.seeds[0])
+        return self._built[index, defence]
+
+
+def _decision(
+    experiment: Experiment, rule: Rule, text: str, facts: Sequence[UpdateFacts], clients: _Clients
+) -> Decision:
+    """Decide whether an attack of a row applies, to which defences, and to which clients."""
+    attack = _call(text, rule.unlabelled if not experiment.source.scored else "")
+    lacks = {index: reason for index, known in enumerate(facts) if (reason := known.lacks(rule))}
+    tried = _has(experiment.attacks.values(), make_attack(attack))
+    if len(lacks) == len(facts):
+        return Decision(attack, rule, (), "; ".join(dict.fromkeys(lacks.values())), tried, {}, {})
+    fit = [index for index in range(len(facts)) if index not in lacks]
+    weak = {index: facts[index][rule.update[-1]].seen for index in fit}
+    defences = [d for d in experiment.defences if rule.defence is None or _does(rule, d, clients(fit[0], d))]
+    if not defences:
+        return Decision(attack, rule, (), f"no defence of the run {rule.defence}", tried, {}, weak)
+    made, unfit = make_attack(attack), Unfit()
+    control = [UNDEFENDED] if has_control(experiment.config) and UNDEFENDED not in defences else []
+    for defence in (*defences, *control):
+        for index, known in enumerate(facts):
+            told = index in lacks or undefended(defence)  # by the facts, which are those of the undefended client
+            problems = "" if told else _problems(made, known, clients(index, defence))
+            if reason := lacks.get(index, problems):
+                unfit[index, defence, attack] = reason
+    applies = [d for d in defences if any((index, d, attack) not in unfit for index in range(len(facts)))]
+    reason = "" if applies else "; ".join(dict.fromkeys(unfit.values()))
+    only = tuple(applies) if rule.defence else ()
+    return Decision(attack, rule, only, reason, tried, unfit if applies else {}, weak)
+
+
+def _does(rule: Rule, defence: str, client: Client) -> bool:
+    """Whether a defence does what a row asks for; what it does to updates shows in the client, whatever its name."""
+    if rule.defence == "changes updates":
+        return client.step is not None or client.send is not None
+    return aims_at(rule, defence)
+
+
+def _problems(attack: Attack, known: UpdateFacts, client: Client) -> str:
+    simulated = client if attack.simulated_client == "full" else client.undefended_update()
+    found = attack.problems(known.prospect(simulated)) if isinstance(attack, CanRefuse) else ()
+    return "; ".join(f"{problem.what} -> {problem.remedy}" for problem in found)
+
+
+_TELLING: tuple[str, ...] = ("prior", "start", "objective")
+"""Settings that make two attacks of one kind different ones."""
+
+
+def _has(attacks: Collection[Attack], wanted: Attack) -> bool:
+    """Whether one of these attacks does what is wanted: is of its kind, or pulls to running statistics as it does."""
+    if _pulls(wanted):
+        return any(map(_pulls, attacks))
+    return any(type(attack) is type(wanted) and _telling(attack) == _telling(wanted) for attack in attacks)
+
+
+def _pulls(attack: Attack) -> bool:
+    return getattr(attack, "batchnorm", 0) > 0
+
+
+def _telling(attack: Attack) -> list[object]:
+    return [getattr(attack, name, None) for name in _TELLING]
+
+
+def _call(text: str, setting: str) -> str:
+    """Add a setting to an attack's text, before its own.
+
+    >>> _call("analytic", "labels=idlg"), _call("cdia(batchnorm=0.01)", "labels=restore"), _call("unmix", "")
+    ('analytic(labels=idlg)', 'cdia(labels=restore, batchnorm=0.01)', 'unmix')
+    """
+    if not setting:
+        return text
+    name, _, rest = text.partition("(")
+    return f"{name}({setting}, {rest}" if rest else f"{name}({setting})"
+
+
+def _by_rule(decisions: Iterable[Decision]) -> Iterator[tuple[Rule, list[Decision]]]:
+    groups: dict[int, list[Decision]] = {}
+    for each in decisions:
+        groups.setdefault(RULES.index(each.rule), []).append(each)
+    yield from ((RULES[number], group) for number, group in groups.items())
+
+
+def _with_attacks(experiment: Experiment, added: Sequence[Decision]) -> Experiment:
+    """Add attacks to a run, and where they do not apply."""
+    config, unfit = experiment.config, dict(experiment.unfit)
+    made: dict[str, Attack] = {}
+    for each in added:
+        made[each.attack] = make_attack(with_defaults(each.attack, config.iterations, config.restarts))
+        unfit |= each.unfit
+    texts = [text for each in added for text in each.texts]
+    config = config.model_copy(update={"attacks": [*config.attacks, *texts]})
+    return replace(experiment, config=config, attacks={**experiment.attacks, **made}, unfit=unfit)

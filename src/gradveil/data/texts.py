@@ -1,0 +1,163 @@
+"""Texts with labels: Parquet and CSV files, lists of strings, a bundled sample, and the pieces they are cut into."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib.resources
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gradveil.core.errors import Problem, fail, refuse
+from gradveil.data.dataset import Dataset, Splits
+from gradveil.data.tables import Halves, Values, label_of, parsed, read_values, shared_out
+from gradveil.spaces.text_space import TextSpace
+
+FORM = "texts:"
+"""Beginning of the name of a file with a column `text`: `texts:reviews.csv`."""
+LENGTH = 32
+"""Tokens of a text, with its start and end; longer ones are cut."""
+PIECES = 2048
+"""Tokens of a vocabulary that is learned from the public texts."""
+SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
+"""Tokens that are no words: padding, start, end, and what the vocabulary lacks."""
+_WORD = re.compile(r"\w+|[^\w\s]")
+_COLUMNS = ("text", "sentence", "review", "content")
+"""Names of the column with the texts."""
+
+
+@dataclass(frozen=True)
+class WordPieces:
+    """A tokenizer: lower-cased words, cut into the longest pieces of a vocabulary.
+
+    Learned vocabularies hold every letter, so that no word is lost, and the most frequent words.
+
+    >>> pieces = WordPieces.learned(["a good film", "a bad film"], 20)
+    >>> pieces.cut("A good fad")[:3]
+    ['a', 'good', 'f']
+    """
+
+    vocabulary: tuple[str, ...]
+    length: int = LENGTH
+
+    @classmethod
+    def learned(cls, texts: Iterable[str], size: int = PIECES, length: int = LENGTH) -> WordPieces:
+        """Take the letters and the most frequent words of texts."""
+        counts = Counter(word for text in texts for word in _WORD.findall(text.lower()))
+        letters = sorted({letter for word in counts for letter in word})
+        small = [*letters, *(f"##{letter}" for letter in letters)]
+        words = [word for word, _ in sorted(counts.items(), key=lambda one: (-one[1], one[0])) if len(word) > 1]
+        return cls((*SPECIAL, *small, *words[: max(0, size - len(SPECIAL) - len(small))]), length)
+
+    def cut(self, text: str) -> list[str]:
+        """Cut a text into pieces."""
+        known, pieces = self._numbers(), list[str]()
+        for word in _WORD.findall(text.lower()):
+            start = 0
+            while start < len(word):
+                prefix = "##" if start else ""
+                ends = (end for end in range(len(word), start, -1) if prefix + word[start:end] in known)
+                end = next(ends, None)
+                if end is None:
+                    pieces.append(SPECIAL[3])
+                    break
+                pieces.append(prefix + word[start:end])
+                start = end
+        return pieces
+
+    def encode(self, texts: Sequence[str]) -> Tensor:
+        """Return token numbers [N, length]: start, pieces, end, padding."""
+        known = self._numbers()
+        table = torch.zeros(len(texts), self.length, dtype=torch.long)
+        for row, text in zip(table, texts, strict=True):
+            numbers = [1, *(known[piece] for piece in self.cut(text)[: self.length - 2]), 2]
+            row[: len(numbers)] = torch.tensor(numbers)
+        return table
+
+    def space(self) -> TextSpace:
+        """Return the space of the texts."""
+        return TextSpace((self.length,), self.vocabulary, padding=0, start=1, end=2)
+
+    def _numbers(self) -> dict[str, int]:
+        return {piece: number for number, piece in enumerate(self.vocabulary)}
+
+
+def is_texts(name: str) -> bool:
+    """Report whether data of this name are a file with texts.
+
+    >>> is_texts("texts:reviews.csv"), is_texts("patients.csv")
+    (True, False)
+    """
+    return name.startswith(FORM)
+
+
+def open_texts(name: str, data_dir: Path | None, label: str | None = None, source: str = "") -> Splits:
+    """Load texts: the bundled `reviews`, `texts/NAME-{train,test}.parquet` in the data folder, or a file.
+
+    The vocabulary is learned from the public texts. Of a single file every fourth text of each class is private.
+    """
+    halves = _halves(name, data_dir, label)
+    column = next((one for one in _COLUMNS if one in halves.public), None)
+    if column is None:
+        what = f"has no column {' or '.join(_COLUMNS)}"
+        raise fail(f"data {name!r}", what, f"rename one of: {', '.join(halves.public)}")
+    target = label_of(halves.public, name, label)
+    return splits_of_texts(halves, name, column, target, source or f"{name}, as given by the user.")
+
+
+def splits_of_texts(halves: Halves, name: str, column: str, target: str, source: str) -> Splits:
+    """Make data of public and private texts with labels."""
+    where, problems = f"data {name!r}", list[Problem]()
+    for split, half in zip(("public", "private"), halves, strict=True):
+        wrong = next((i for i, text in enumerate(half[column]) if not isinstance(text, str) or not text.strip()), None)
+        if wrong is not None:
+            problems.append(Problem(where, f"text {wrong} of the {split} ones is empty or no string", "remove it"))
+        if not len(half[column]):
+            problems.append(Problem(where, f"has no {split} texts", "give more"))
+    names = sorted({*halves.public[target]}, key=str)
+    if strange := {*halves.private[target]} - {*names}:
+        what = f"class {next(iter(strange))!r} is in the private texts only"
+        problems.append(Problem(where, what, "split the texts so that each class is in both"))
+    refuse(problems)
+    pieces = WordPieces.learned(halves.public[column])
+    places = {value: place for place, value in enumerate(names)}
+    parts = []
+    for split, half in zip(("public", "private"), halves, strict=True):
+        marks = tuple(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) for text in half[column])
+        labels = torch.tensor([places[value] for value in half[target]])
+        data = Dataset(
+            f"{name}/{split}", pieces.encode(half[column]), labels, tuple(map(str, names)), source=source,
+            marks=marks, example=pieces.space(),
+        )  # fmt: skip
+        parts.append(data)
+    return Splits(*parts)
+
+
+def _halves(name: str, data_dir: Path | None, label: str | None) -> Halves:
+    if name == "reviews":
+        return Halves(*(_bundled(part) for part in ("public", "private")))
+    if is_texts(name):
+        rest = name.removeprefix(FORM)
+        path = next((p for p in (Path(rest), (data_dir or Path()) / rest) if p.is_file()), None)
+        if path is None:
+            raise fail(f"data {name!r}", "is no file here or in the data folder", "correct the path")
+        values = read_values(path)
+        return shared_out(values, label_of(values, name, label))
+    homes = (data_dir or Path()) / "texts", (data_dir or Path()) / "text", data_dir or Path()
+    pairs = [[home / f"{name}-{split}.parquet" for split in ("train", "test")] for home in homes]
+    there = next((pair for pair in pairs if all(path.is_file() for path in pair)), None)
+    if there is None:
+        remedy = f"set --data-dir (or GRADVEIL_DATA) to a folder with text/{name}-train.parquet and -test.parquet"
+        raise fail(f"data {name!r}", "needs files, and they are not there", remedy)
+    return Halves(*(read_values(path) for path in there))
+
+
+def _bundled(part: str) -> Values:
+    file = importlib.resources.files("gradveil.data") / f"reviews_{part}.csv.gz"
+    return parsed(gzip.decompress(file.read_bytes()).decode(), "reviews")

@@ -1,0 +1,128 @@
+"""Where a language model keeps what attacks on token numbers read: five questions per family, answered as paths.
+
+The word table, the positions (and segment types), what normalises their sum, the query, key and value weights of a
+layer, and the inputs of a layer for given tokens. Models that answer them are `TokenModel`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from gradveil.core.tree import Tensors
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """The paths of a family's first layers; `{}` stands for the number of a layer, from 0."""
+
+    family: str
+    words: str
+    """Path of the word embedding."""
+    norm: str
+    """Path of the module that normalises the first layer's inputs: behind the sum (BERT), or in the layer (GPT-2)."""
+    attention: tuple[str, ...]
+    """Paths of a layer's query, key and value modules, or of the one that holds all three."""
+    layers: int
+    causal: bool
+    padding: int
+    """The token number of padding, which is never attended to."""
+    positions: str | None = None
+    """Path of the learned absolute positions; None if the first layer sees words alone (rotary positions)."""
+    offset: int = 0
+    """The row of the first position."""
+    types: str | None = None
+    """Path of the segment types, of which single texts use the first."""
+    head: str | None = None
+    """Path of the last linear layer; that of a causal model predicts the next words."""
+    inputs_first: bool = False
+    """Weights are stored as [inputs, outputs]."""
+
+    def word_table(self, params: Mapping[str, Tensor]) -> Tensor:
+        """Return the word embeddings [W, d]."""
+        return params[f"{self.words}.weight"]
+
+    def first_inputs(self, model: nn.Module, params: Tensors, position: int, words: Tensor | None = None) -> Tensor:
+        """Return what enters the first layer's query for each word [W] (or some) at a position: [W, d]."""
+        table = self.word_table(params)
+        x = table if words is None else table[words]
+        if self.positions is not None:
+            x = x + params[f"{self.positions}.weight"][position + self.offset]
+        if self.types is not None:
+            x = x + params[f"{self.types}.weight"][0]
+        norm = model.get_submodule(self.norm)
+        own = {name: params.get(f"{self.norm}.{name}", value) for name, value in norm.named_parameters()}
+        return functional_call(norm, own, (x,))
+
+    def inputs(self, model: nn.Module, params: Tensors, ids: Tensor, layer: int) -> Tensor:
+        """Return what enters the query of a layer, from 0, for token numbers [N, T]: [N, T, d]."""
+        caught: list[Tensor] = []
+
+        def stop(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+            caught.append(arguments[0])
+            raise _Reached
+
+        handle = model.get_submodule(self.attention[0].format(layer)).register_forward_pre_hook(stop)
+        try:
+            functional_call(model, params, (ids,), strict=False)
+        except _Reached:
+            pass
+        finally:
+            handle.remove()
+        return caught[0]
+
+    def gradients(self, update: Mapping[str, Tensor], layer: int) -> list[Tensor]:
+        """Return the gradients [V, outputs, d] of a layer's query, key and value weights that were sent."""
+        names = [f"{path.format(layer)}.weight" for path in self.attention]
+        sent = [update[name] for name in names if name in update]
+        sent = [value.transpose(1, 2) for value in sent] if self.inputs_first else sent
+        return [part for value in sent for part in value.chunk(3, 1)] if len(self.attention) == 1 else sent
+
+
+class _Reached(Exception):
+    """The forward pass reached the layer in question."""
+
+
+class TokenModel(nn.Module):
+    """A model of one tensor of token numbers [B, T], padded to one length.
+
+    Classifiers return logits [B, K]. Causal models return the mean loss [B] of each text's own next tokens; their
+    clients use `own_loss`.
+    """
+
+    layout: TokenLayout
+
+    def keep_mask(self, ids: Tensor) -> Tensor:
+        """Return the additive mask [B, 1, T, T]: 0 where a token may look, -1e9 at padding and later tokens.
+
+        It holds floats and no branch on data, so that `vmap(grad)` works.
+        """
+        table: Any = self.get_submodule(self.layout.words).weight
+        hidden = (ids == self.layout.padding)[:, None, None, :].expand(-1, 1, ids.shape[1], -1)
+        if self.layout.causal:
+            # Padding follows a causal text, which therefore never looks at it.
+            steps = torch.arange(ids.shape[1], device=ids.device)
+            hidden = (steps[None, :] > steps[:, None]).expand(len(ids), 1, -1, -1)
+        return torch.zeros(hidden.shape, dtype=table.dtype, device=ids.device).masked_fill(hidden, -1e9)
+
+
+def next_token_loss(logits: Tensor, ids: Tensor, padding: int) -> Tensor:
+    """Return the mean cross-entropy [B] of each text's next tokens; padding does not count.
+
+    >>> next_token_loss(torch.zeros(1, 3, 2), torch.tensor([[1, 1, 0]]), padding=0)
+    tensor([0.6931])
+    """
+    following = ids[:, 1:]
+    counts = (following != padding).to(logits.dtype)
+    losses = -torch.log_softmax(logits[:, :-1], -1).gather(-1, following.unsqueeze(-1)).squeeze(-1)
+    return (losses * counts).sum(1) / counts.sum(1).clamp_min(1)
+
+
+def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the losses [B] that a causal `TokenModel` computed itself."""
+    return outputs

@@ -1,0 +1,223 @@
+"""Texts: token numbers padded to one length, compared token by token and by ROUGE."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from gradveil.core.errors import Problem, refuse
+from gradveil.core.space import ExampleWords, Space
+from gradveil.metrics.text_similarity import disclosed, rouge_l, rouge_n
+
+
+@dataclass(frozen=True)
+class TextSpace(Space):
+    """Texts of a vocabulary; inputs and views are both token numbers [T], padded.
+
+    Special tokens (padding, start, end) are no words: scores ignore them.
+
+    >>> space = TextSpace((4,), ("[PAD]", "[CLS]", "[SEP]", "good", "##ly"), padding=0, start=1, end=2)
+    >>> space.text(torch.tensor([1, 3, 4, 2]))
+    'goodly'
+    """
+
+    shape: tuple[int, ...]
+    vocabulary: tuple[str, ...]
+    """The token of each number; pieces that continue a word start with `continuation`."""
+    padding: int = 0
+    start: int | None = None
+    end: int | None = None
+    continuation: str = "##"
+
+    words: ClassVar[ExampleWords] = ExampleWords(
+        "texts", "sentence", "tokens", "tokens", "at least {threshold:.0%} of the tokens are in place", "shared words"
+    )
+    threshold: ClassVar[float] = 0.9
+    exactly: ClassVar[float] = 1.0
+    offers: ClassVar[frozenset[str]] = frozenset({"tokens"})
+
+    def __post_init__(self) -> None:
+        """Raise with every problem of the length and the special tokens."""
+        problems: list[Problem] = []
+        if len(self.shape) != 1 or min(self.shape) < 1:
+            problems.append(Problem("space.shape", f"is {self.shape}", "give (tokens,)"))
+        for name in ("padding", "start", "end"):
+            number = getattr(self, name)
+            if number is not None and not 0 <= number < len(self.vocabulary):
+                what = f"is {number}, and the vocabulary has {len(self.vocabulary)} tokens"
+                problems.append(Problem(f"space.{name}", what, "give the number of a token of the vocabulary"))
+        refuse(problems)
+
+    def tokens(self, ids: Tensor) -> list[int]:
+        """Return the token numbers of a text without special tokens, up to its end."""
+        special = {self.padding, self.start, self.end}
+        numbers: list[int] = []
+        for number in ids.tolist():
+            if number == self.end and numbers:
+                break
+            if number not in special:
+                numbers.append(number)
+        return numbers
+
+    def text(self, ids: Tensor) -> str:
+        """Return a text for people: pieces joined to words."""
+        joined = ""
+        for number in self.tokens(ids):
+            token = self.vocabulary[number]
+            if token.startswith(self.continuation):
+                joined += token.removeprefix(self.continuation)
+            else:
+                joined += (" " if joined else "") + token
+        return joined
+
+    def model_facts(self) -> Mapping[str, Any]:
+        """Return the number of words, the length of a text, and the number of padding."""
+        return {"vocabulary": len(self.vocabulary), "length": self.shape[0], "padding": self.padding}
+
+    def problems(self, inputs: Tensor) -> Iterator[Problem]:
+        """Find token numbers that are none of the vocabulary."""
+        if inputs.dtype.is_floating_point:
+            yield Problem("inputs", f"are {inputs.dtype}", "give token numbers: int64")
+        elif len(inputs) and not 0 <= int(inputs.min()) <= int(inputs.max()) < len(self.vocabulary):
+            what = f"hold {int(inputs.min())} to {int(inputs.max())}, and there are {len(self.vocabulary)} tokens"
+            yield Problem("inputs", what, "give numbers of the vocabulary's tokens")
+
+    def passes(self, similarity: Tensor, least: float) -> Tensor:
+        """Return which shares of tokens in place are at least `least`."""
+        return similarity >= least - 1e-6
+
+    def of_trial(self, candidates: Tensor, truths: Tensor) -> Mapping[str, Any]:
+        """Return the first sentences, as they are and as they were reconstructed."""
+        pairs = zip(candidates.flatten(0, 1)[:_SHOWN].long(), truths.flatten(0, 1)[:_SHOWN].long(), strict=True)
+        return {"sentences": [{"truth": self.text(t), "reconstruction": self.text(c)} for c, t in pairs]}
+
+    def bounds(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the smallest and largest token number."""
+        return torch.zeros_like(like[..., :1]), torch.full_like(like[..., :1], len(self.vocabulary) - 1)
+
+    def encode(self, views: Tensor) -> Tensor:
+        """Return the token numbers as they are."""
+        return views
+
+    def view(self, inputs: Tensor) -> Tensor:
+        """Clamp token numbers to the vocabulary; values that are not finite become padding."""
+        usable = torch.where(torch.isfinite(inputs.double()), inputs.double(), float(self.padding))
+        return usable.round().long().clamp(0, len(self.vocabulary) - 1)
+
+    def match(self, candidates: Tensor, truths: Tensor) -> tuple[Tensor, Tensor]:
+        """Match by the largest total ROUGE-1."""
+        places = []
+        for those, these in zip(candidates, truths, strict=True):
+            overlap = self._pairs(those, these, lambda a, b: rouge_n(a, b, 1) + rouge_n(a, b, 2) / 100)
+            rows, columns = linear_sum_assignment(-overlap.numpy())
+            places.append(torch.as_tensor(rows)[torch.as_tensor(columns).argsort()])
+        permutation = torch.stack(places).to(candidates.device)
+        index = permutation.reshape(*permutation.shape, 1).expand(-1, -1, candidates.shape[-1])
+        return permutation, candidates.gather(1, index)
+
+    def scores(self, candidates: Tensor, truths: Tensor) -> Mapping[str, Tensor]:
+        """Compute tokens in place, tokens as a bag, exactness, ROUGE-1, 2 and L, and names and numbers disclosed."""
+        candidates, truths = torch.broadcast_tensors(self.view(candidates), self.view(truths))
+        rows = [
+            self._scores(self.tokens(one), self.tokens(other))
+            for one, other in zip(candidates.reshape(-1, *self.shape), truths.reshape(-1, *self.shape), strict=True)
+        ]
+        names = ("tokens", "recall", "exact", "rouge1", "rouge2", "rougeL", "identifiers")
+        table = torch.tensor(rows, dtype=torch.float32).reshape(*candidates.shape[:-1], len(names))
+        return dict(zip(names, table.unbind(-1), strict=True))
+
+    def similarity(self, candidates: Tensor, truths: Tensor) -> Tensor:
+        """Compute the share of tokens in place [A, B]."""
+        if candidates.dim() == 3:
+            return torch.stack([self._pairs(column, truths[i : i + 1], in_place)[:, 0]
+                                for i, column in enumerate(candidates.unbind(1))], 1)  # fmt: skip
+        return self._pairs(candidates, truths, in_place)
+
+    def nearest(self, candidates: Tensor, gallery: Tensor) -> Tensor:
+        """Return the index of the text with the largest ROUGE-1 and most tokens in place."""
+        return self._closeness(candidates, gallery).argmax(1)
+
+    def neighbours(self, candidates: Tensor, gallery: Tensor, count: int) -> Tensor:
+        """Return the indices of the nearest texts."""
+        return self._closeness(candidates, gallery).topk(count).indices
+
+    def identified(self, candidates: Tensor, places: Tensor, gallery: Tensor) -> Tensor:
+        """Return whether no other text is nearer, and the nearest shares at least a word."""
+        closeness = self._closeness(candidates.reshape(-1, *self.shape), gallery)
+        own = closeness.gather(1, places.reshape(-1, 1)).squeeze(1)
+        return ((own >= closeness.amax(1)) & (own > 0)).reshape(places.shape)
+
+    def average(self, views: Tensor) -> Tensor:
+        """Return the most frequent token of each position."""
+        return views.mode(0).values
+
+    def guesses(self, views: Tensor, tested: int) -> Tensor:
+        """Return two guesses for each text: the most frequent tokens of the others, and their most typical text."""
+        typical, found = views[self.central(views)[:2]], []
+        for i in range(tested):
+            others = torch.cat([views[:i], views[i + 1 :]]) if len(views) > 1 else views
+            best = typical[1] if len(typical) > 1 and torch.equal(typical[0], views[i]) else typical[0]
+            found.append(torch.stack([self.average(others), best]))
+        return torch.stack(found, 1)
+
+    def central(self, views: Tensor) -> Tensor:
+        """Return the indices of texts, those with the largest mean ROUGE-1 to the others first."""
+        sample = views[: min(len(views), _COMPARED)]
+        return self._pairs(views, sample, lambda a, b: rouge_n(a, b, 1)).mean(1).argsort(descending=True)
+
+    def _scores(self, one: list[int], truth: list[int]) -> tuple[float, ...]:
+        return (
+            in_place(one, truth),
+            recall(one, truth),
+            float(one == truth),
+            rouge_n(one, truth, 1),
+            rouge_n(one, truth, 2),
+            rouge_l(one, truth),
+            disclosed([self.vocabulary[i] for i in one], [self.vocabulary[i] for i in truth], self.continuation),
+        )
+
+    def _closeness(self, candidates: Tensor, gallery: Tensor) -> Tensor:
+        return self._pairs(
+            self.view(candidates), gallery, lambda a, b: rouge_n(a, b, 1) + rouge_n(a, b, 2) + in_place(a, b)
+        )
+
+    def _pairs(self, candidates: Tensor, truths: Tensor, score) -> Tensor:
+        those, these = [self.tokens(x) for x in candidates], [self.tokens(x) for x in truths]
+        return torch.tensor([[score(one, other) for other in these] for one in those], dtype=torch.float32).reshape(
+            len(those), len(these)
+        )
+
+
+_SHOWN = 32
+"""Sentences that a trial's record shows."""
+_COMPARED = 200
+"""Texts with which each is compared to find the most typical."""
+
+
+def in_place(one: list[int], truth: list[int]) -> float:
+    """Return the share of the truth's tokens that stand at their place.
+
+    >>> in_place([5, 6, 9], [5, 6, 7, 8])
+    0.5
+    """
+    return sum(a == b for a, b in zip(one, truth, strict=False)) / max(1, len(truth))
+
+
+def recall(one: list[int], truth: list[int]) -> float:
+    """Return the share of the truth's tokens that occur anywhere, each counted once.
+
+    >>> recall([7, 5], [5, 5, 7, 8])
+    0.5
+    """
+    left = list(one)
+    hits = 0
+    for number in truth:
+        if number in left:
+            left.remove(number)
+            hits += 1
+    return hits / max(1, len(truth))

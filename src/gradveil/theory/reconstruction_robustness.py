@@ -1,0 +1,152 @@
+"""The largest probability with which any attacker recovers an example, from the noise that protects it.
+
+A mechanism is (eta, gamma)-reconstruction robust if every attacker that knows all other examples, and is right without
+the update with probability at most kappa, is right with it at most with probability gamma (Balle, Cherubin, Hayes
+2022). gamma(kappa) is the power of the best test at level kappa between "the example is absent" and "it is present"
+(Hayes, Mahloujifar, Balle 2023; Kaissis et al. 2023). Sampling can only lower it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from statistics import NormalDist
+from typing import Any
+
+from gradveil.core.errors import Problem, refuse
+from gradveil.core.extras import needs
+from gradveil.theory.accounting import HOPELESS, Participation, epsilon
+
+GUESSES = (1e-1, 1e-3, 1e-6)
+"""Values of kappa to quote where the probability of a right guess is unknown."""
+_LOSSES = (-5.0, 60.0, 2600)
+"""Grid of privacy losses over which the bound of a privacy loss distribution is minimised."""
+_LAW = NormalDist()
+
+
+def gaussian(guess: float, mu: float) -> float:
+    """Compute gamma for normal noise: Phi(Phi^-1(kappa) + mu), mu the largest shift in standard deviations.
+
+    >>> round(gaussian(0.01, 1.0), 6), gaussian(0.0, 1.0), gaussian(1.0, 1.0)
+    (0.092362, 0.0, 1.0)
+    """
+    _check(guess)
+    if guess in (0.0, 1.0) or mu == math.inf:
+        return float(guess > 0)
+    return max(guess, _LAW.cdf(_LAW.inv_cdf(guess) + mu))
+
+
+def sampled_gaussian(guess: float, mu: float, rate: float) -> float:
+    """Compute gamma for one sum with an example in it at probability q: (1 - q) kappa + q Phi(Phi^-1(kappa) + mu).
+
+    >>> round(sampled_gaussian(0.1, 1.0, 0.1), 5)
+    0.12891
+    """
+    return (1 - rate) * guess + rate * gaussian(guess, mu)
+
+
+def laplace(guess: float, loss: float) -> float:
+    """Compute gamma for Laplace noise with epsilon `loss` = sensitivity / scale.
+
+    >>> round(laplace(0.1, 1.0), 6), round(laplace(0.9, 1.0), 6)
+    (0.271828, 0.963212)
+    """
+    _check(guess)
+    if guess <= math.exp(-loss) / 2:
+        return guess * math.exp(loss)
+    if guess <= 0.5:
+        return 1 - math.exp(-loss) / (4 * guess)
+    return 1 - math.exp(-loss) * (1 - guess)
+
+
+def pure(guess: float, loss: float) -> float:
+    """Compute gamma for any mechanism with epsilon `loss` and delta 0: min(kappa e^eps, 1 - e^-eps (1 - kappa)).
+
+    >>> round(pure(0.01, math.log(3)), 6), round(pure(0.9, math.log(2)), 6)
+    (0.03, 0.95)
+    """
+    _check(guess)
+    return min(guess * math.exp(min(loss, 700.0)), 1 - math.exp(-loss) * (1 - guess))
+
+
+def recovery_bound(guess: float, parts: Sequence[tuple[float, Participation]]) -> float:
+    """Compute gamma for one or more (noise multiplier, training) pairs on the same examples.
+
+    Normal noise without sampling has a closed form, and so has one sampled sum. The others take the privacy loss
+    distribution: gamma <= delta(eps) + e^eps kappa for every eps. Its rounding keeps the result an upper bound, and
+    participation in all sums bounds it too. The distance is between absent and present, also for shuffled batches.
+
+    >>> round(recovery_bound(0.01, [(1.0, Participation(steps=1))]), 6)
+    0.092362
+    """
+    _check(guess)
+    mu = total_shift(parts)
+    if guess in (0.0, 1.0) or mu == math.inf:
+        return float(guess > 0)
+    whole = gaussian(guess, mu)
+    if all(_always(training) for _, training in parts):
+        return whole
+    if len(parts) == 1 and parts[0][1].steps == 1:
+        return sampled_gaussian(guess, mu, parts[0][1].rate)
+    if any(epsilon(noise, _coarse(training)) > HOPELESS for noise, training in parts):
+        return whole
+    least = min(delta + math.exp(loss) * guess for loss, delta in _profile(tuple(parts)) if loss < 700)
+    return max(guess, min(1.0, whole, least))
+
+
+def total_shift(parts: Sequence[tuple[float, Participation]]) -> float:
+    """Compute mu = sqrt(sum 1 / sigma^2) over all sums that an example may be in; infinite without noise.
+
+    >>> total_shift([(0.5, Participation(steps=4))])
+    4.0
+    """
+    if not all(noise for noise, _ in parts):
+        return math.inf
+    return math.sqrt(sum(_times(training) / noise**2 for noise, training in parts))
+
+
+def unbiased_error(mu: float) -> float:
+    """Compute the least mean squared error per pixel in [0, 1] of attackers without bias: 1 / (4 (e^(mu^2) - 1)).
+
+    It follows from Rényi differential privacy of order 2 (Guo, Karrer, Chaudhuri, van der Maaten 2022). Attackers with
+    a prior are biased and may go below it.
+
+    >>> round(unbiased_error(1.0), 4), round(unbiased_error(2.0), 4)
+    (0.1455, 0.0047)
+    """
+    square = mu * mu
+    return 0.0 if square > 700 else math.inf if square == 0 else 1 / (4 * math.expm1(square))
+
+
+def _check(guess: float) -> None:
+    if not 0 <= guess <= 1:
+        refuse([Problem("guess", f"is {guess}", "give the probability of a right guess, between 0 and 1")])
+
+
+def _always(training: Participation) -> bool:
+    return training.sampling == "shuffled" or training.rate == 1
+
+
+def _times(training: Participation) -> int:
+    return training.epochs if training.sampling == "shuffled" else training.steps
+
+
+def _coarse(training: Participation) -> Participation:
+    return Participation(training.steps, training.rate, training.delta, training.sampling, "rdp", training.at_most)
+
+
+@cache
+def _profile(parts: tuple[tuple[float, Participation], ...]) -> list[tuple[float, float]]:
+    """Compute pairs (eps, delta(eps)) of the composed privacy loss."""
+    with needs("dp", "the bound of recovery"):
+        from dp_accounting.pld import privacy_loss_distribution as pld  # pyright: ignore[reportMissingImports]
+
+    total: Any = None
+    for noise, training in parts:
+        rate = 1.0 if training.sampling == "shuffled" else training.rate
+        one = pld.from_gaussian_mechanism(noise, sampling_prob=rate).self_compose(_times(training))
+        total = one if total is None else total.compose(one)
+    low, high, count = _LOSSES
+    losses = [low + (high - low) * place / (count - 1) for place in range(int(count))]
+    return list(zip(losses, map(float, total.get_delta_for_epsilon(losses)), strict=True))

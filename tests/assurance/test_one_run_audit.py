@@ -1,0 +1,35 @@
+"""The one-run audit finds a client that adds too little noise from a single update."""
+
+import pytest
+import torch
+
+from gradveil.assurance.one_run_audit import one_run_audit, rehearsed_run
+from gradveil.client import Client
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.core.types import Batch
+from gradveil.defences import parse
+from tests.laws.cases import Tiny, draw_batch
+
+pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
+
+BATCH = draw_batch(Key(0))
+
+
+def test_honest_update_is_consistent() -> None:
+    found = rehearsed_run(parse("dp(clip=1, sigma=0.5)")(Client(Tiny())), BATCH, 40)
+    assert not found.violated
+    assert found.method == "canaries in one run"
+
+
+def test_update_with_hardly_any_noise_violates_its_claim() -> None:
+    found = rehearsed_run(parse("dp(clip=0.1, sigma=1e-5)")(Client(Tiny())), BATCH, 40, claimed=1.0)
+    assert found.violated
+    assert found.found > 1.2
+
+
+def test_wrong_arguments_are_reported_together() -> None:
+    client, flags = parse("dp(clip=1, sigma=1)")(Client(Tiny())), torch.ones(3)
+    with pytest.raises(GradveilError) as caught:
+        one_run_audit(client, {}, Batch(*(value[:2] for value in BATCH)), flags, guesses=1)
+    assert [problem.where for problem in caught.value.problems] == ["update", "included", "guesses"]

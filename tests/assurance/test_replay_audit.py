@@ -1,0 +1,129 @@
+"""The replay audit finds clients that promise more than their code keeps, and leaves honest ones alone."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+from gradveil.assurance.replay_audit import EpsilonAudit, audit_epsilon
+from gradveil.client import Client, Local
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.core.tree import tmap
+from gradveil.core.types import Multiplier, Stage, Transform
+from gradveil.defences import Clip, Gaussian, chain, parse
+from gradveil.theory.accounting import Participation, epsilon
+from tests.laws.cases import Tiny, draw_batch
+
+pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
+
+BATCH = draw_batch(Key(0))
+PLAIN = Client(Tiny())
+NOISY = Client(Tiny(), local=Local(2, 0.3, steps=2, sampling="poisson"))
+CLAIM = 4.38
+
+
+def audited(client: Client, **settings: object) -> EpsilonAudit:
+    return audit_epsilon(client, BATCH, replays=400, **settings)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("defence", "client"),
+    [
+        ("dp(clip=1, sigma=1)", PLAIN),
+        ("dp(clip=1, sigma=0.5)", PLAIN),
+        ("dp(clip=1, sigma=2, on=mean)", PLAIN),
+        ("fed-cdp(clip=1, sigma=2)", PLAIN),
+        ("user-dp(clip=1, sigma=1)", PLAIN),
+        ("dp(clip=1, sigma=1)", NOISY),
+    ],
+)
+def test_honest_client_is_consistent(defence: str, client: Client) -> None:
+    found = audited(parse(defence)(client))
+    assert not found.violated
+    assert str(found).endswith("consistent")
+
+
+def test_lower_bound_is_near_the_claim_of_an_honest_client() -> None:
+    found = audit_epsilon(parse("dp(clip=1, sigma=1)")(PLAIN), BATCH, replays=3000)
+    assert found.claimed == pytest.approx(CLAIM, abs=0.01)
+    assert 2.5 < found.found <= found.claimed
+
+
+@dataclass(frozen=True)
+class HalfNoise(Gaussian):
+    """Adds half of the noise that it declares."""
+
+    def apply(self, update, state, noise, context):
+        return super().apply(update, state, {name: value / 2 for name, value in noise.items()}, context)
+
+
+@dataclass(frozen=True)
+class Unclipped(Clip):
+    """Forgets to clip."""
+
+    def multiplier(self, params, noise, off):
+        return Multiplier()
+
+    def apply(self, update, state, noise, context):
+        return update, state
+
+
+@dataclass(frozen=True)
+class SameSeed(Transform):
+    """Draws the same noise for every release."""
+
+    std: float = 1.0
+    stage: ClassVar[Stage] = Stage.NOISE
+
+    def apply(self, update, state, noise, context):
+        drawn, std = Key(3).generator(), self.std / context.divisor
+
+        def noisy(value: torch.Tensor) -> torch.Tensor:
+            return value + std * torch.randn(value.shape, generator=drawn, dtype=value.dtype)
+
+        return tmap(noisy, update), state
+
+
+@dataclass(frozen=True)
+class ClipsSum(Clip):
+    """Clips after the noise."""
+
+    stage: ClassVar[Stage] = Stage.QUANTISE
+
+
+HONEST_CLIP, HONEST_NOISE = Clip(1.0, per_example=True), Gaussian(1.0, "sum")
+WRONG = {
+    "half the noise": Client(Tiny(), step=chain(clip=HONEST_CLIP, noise=HalfNoise(1.0, "sum"))),
+    "no clip": Client(Tiny(), step=chain(clip=Unclipped(0.1, per_example=True), noise=Gaussian(0.1, "sum"))),
+    "noise before the clip": Client(Tiny(), step=chain(noise=HONEST_NOISE, clip=ClipsSum(1.0))),
+    "the same seed": Client(Tiny(), step=chain(clip=HONEST_CLIP, noise=SameSeed())),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_faulty_client_violates_its_claim(fault: str) -> None:
+    found = audited(WRONG[fault], claimed=CLAIM, unit="example")
+    assert found.violated, str(found)
+    assert found.plain()["violated"]
+
+
+def test_deployed_client_is_consistent_and_its_noise_is_audited() -> None:
+    found = audit_epsilon(parse("dp(clip=1, sigma=1)")(PLAIN), BATCH, replays=300, deployed=True)
+    assert 0.5 < found.found <= found.claimed
+
+
+def test_client_without_a_promise_has_to_be_given_one() -> None:
+    with pytest.raises(GradveilError) as caught:
+        audited(parse("prune(0.5)")(PLAIN))
+    assert [problem.where for problem in caught.value.problems] == ["client"]
+    fixed = Client(Tiny(), local=Local(2, 0.3, steps=2))
+    with pytest.raises(GradveilError, match="fixed batches"):
+        audited(parse("dp(clip=1, sigma=1)")(fixed))
+
+
+def test_claim_is_the_accountants_epsilon_of_one_update() -> None:
+    found = audited(parse("user-dp(clip=1, sigma=4)")(PLAIN))
+    assert found.claimed == pytest.approx(epsilon(4.0, Participation(1, sampling="shuffled", at_most=1)))
+    assert found.neighbours == "replaced"

@@ -1,0 +1,103 @@
+"""The assurance statement restates a run, names what was not examined, and claims nothing more."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from gradveil.assurance.statement import assurance_of
+from gradveil.assurance.threat_letters import letter_of
+from gradveil.audit.result_rows import Row
+from gradveil.audit.run_directory import Run
+from gradveil.cli.app import run
+from gradveil.core.errors import GradveilError
+from gradveil.report import assurance_page, audit_page, write_assurance
+from tests.audit.runs import config, execute
+
+PRIVATE = "dp(clip=1, sigma=2)"
+
+
+@pytest.fixture(scope="module")
+def audit(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    attacks = ["cdia(iterations=6)", "learned(epochs=1)", "analytic(prior=public)"]
+    chosen = config(
+        data={"name": "faces", "size": 16},
+        model={"name": "mlp"},
+        defences=["none", PRIVATE, "prune(0.5)"],
+        attacks=attacks,
+        target_clients=4,
+    )
+    return execute(chosen, tmp_path_factory.mktemp("assured") / "run")[0]
+
+
+def test_letters_follow_what_was_granted(audit: Run) -> None:
+    rows = {row.preset: row for row in (Row(place, trial) for place, trial in enumerate(audit.trials))}
+    assert (letter_of(rows["cdia"]), letter_of(rows["learned"])) == ("B", "D")
+    statement = assurance_of(audit, PRIVATE)
+    assert [each.letter for each in statement.attackers] == list("ABCDEFGH")
+    assert [each.letter for each in statement.attackers if each.was_run] == ["B", "D"]
+    assert all(each.undefended for each in statement.attackers if each.was_run)
+
+
+def test_statement_holds_guarantee_risks_and_gaps(audit: Run) -> None:
+    statement = assurance_of(audit, PRIVATE)
+    assert len(statement.formal.limits) == 1
+    assert statement.formal.audited == "not audited"
+    assert {risk.criterion: risk.value is not None for risk in statement.risks} == {
+        "singling out": True,
+        "linkability": False,
+        "inference": False,
+    }
+    assert "released model" in statement.not_examined[0]
+    assert set(statement.signature.values()) == {None}
+    heuristic = assurance_of(audit, "prune(0.5)").formal
+    assert (heuristic.guarantee, heuristic.limits) == ("no formal guarantee", ())
+
+
+def test_page_and_json_have_the_same_fields_and_claim_nothing_more(audit: Run, tmp_path: Path) -> None:
+    entry = {"defence": PRIVATE, "unit": "example", "claimed": 2.0, "at_least": 2.5, "violated": True}
+    file = tmp_path / "epsilon.json"
+    file.write_text(json.dumps([entry | {"confidence": 0.95, "delta": 1e-5}, {"defence": "none", "not_audited": "x"}]))
+    assert audit.path is not None
+    words = ["assure", str(audit.path), "--defence", PRIVATE, "--epsilon-audit", str(file), "--no-pdf"]
+    assert run([*words, "--out", str(tmp_path)]) == 0
+    values = json.loads((tmp_path / "assurance.json").read_text())
+    page = (tmp_path / "assurance.html").read_text()
+    assert values["schema"] == "gradveil.assurance/1"
+    assert "VIOLATED" in values["formal"]["audited"]
+    for text in (values["finding"], values["worst"], *values["not_examined"], *values["renewal"]):
+        assert text in page.replace("&#39;", "'")
+    for letter in "ABCDEFGH":
+        assert f"<b>{letter}</b>" in page
+    assert not re.search(r"anonymous|compliant|https?://", page)
+    assert "<script" not in page
+    assert 'id="assurance"' in audit_page(audit)
+
+
+@pytest.mark.processes
+def test_statement_prints_on_one_page(audit: Run, tmp_path: Path) -> None:
+    assert audit.path is not None
+    *_, printed = write_assurance(audit.path, tmp_path, PRIVATE, pdf=True)
+    assert len(re.findall(rb"/Type\s*/Page\b", printed.read_bytes())) == 1
+
+
+def test_texts_of_a_run_are_escaped(audit: Run) -> None:
+    audit.info["name"] = "<img src=x>"
+    assert "<img src=x>" not in assurance_page(assurance_of(audit))
+
+
+@pytest.mark.parametrize(
+    ("content", "extra"), [("{}", []), ('[{"defence": 1}]', []), ("[", []), ("[]", ["--defence", "dgp"])]
+)
+def test_wrong_use_is_refused(audit: Run, tmp_path: Path, content: str, extra: list[str]) -> None:
+    file = tmp_path / "epsilon.json"
+    file.write_text(content)
+    assert run(["assure", str(audit.path), "--epsilon-audit", str(file), "--out", str(tmp_path / "new"), *extra]) == 2
+    assert not (tmp_path / "new").exists()
+
+
+def test_unknown_defence_is_named(audit: Run) -> None:
+    with pytest.raises(GradveilError) as caught:
+        assurance_of(audit, "dgp")
+    assert [problem.where for problem in caught.value.problems] == ["--defence"]

@@ -1,0 +1,90 @@
+"""Texts of small random models are recovered exactly from undefended gradients."""
+
+import pytest
+import torch
+
+from gradveil.attacks.knowledge import Knowledge
+from gradveil.attacks.protocol import Observation
+from gradveil.attacks.sequences.span_attack import SpanAttack
+from gradveil.client import Client
+from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Key
+from gradveil.nn.initial_weights import initialise
+from gradveil.nn.models.token_transformers import TextTransformer, small_decoder, small_encoder
+from gradveil.nn.token_layout import own_loss
+from gradveil.spaces.text_space import TextSpace
+
+WORDS, LENGTH = 400, 12
+SPACE = TextSpace((LENGTH,), tuple(f"w{i}" for i in range(WORDS)), padding=0, start=1, end=2)
+
+
+def texts(count: int, seed: int = 0) -> torch.Tensor:
+    """Return random texts of different lengths, with start, end and padding."""
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.zeros(count, LENGTH, dtype=torch.long)
+    for row in table:
+        length = int(torch.randint(4, LENGTH - 1, (), generator=generator))
+        row[0], row[length] = 1, 2
+        row[1:length] = torch.randint(3, WORDS, (length - 1,), generator=generator)
+    return table
+
+
+def seen(model: TextTransformer, ids: torch.Tensor, labels: torch.Tensor) -> tuple[Client, Observation]:
+    client = Client(model, loss=own_loss) if model.layout.causal else Client(model)
+    params = client.params()
+    outputs = model(ids)
+    loss = outputs.mean() if model.layout.causal else torch.nn.functional.cross_entropy(outputs, labels)
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    update = {name: g.unsqueeze(0) for (name, _), g in zip(model.named_parameters(), gradients, strict=True)}
+    return client, Observation(params, update, len(ids), (0,))
+
+
+def encoder() -> TextTransformer:
+    model = small_encoder(vocabulary=WORDS, length=LENGTH, width=96)
+    return initialise(model, torch.Generator().manual_seed(0))  # type: ignore[return-value]
+
+
+def decoder() -> TextTransformer:
+    model = small_decoder(vocabulary=WORDS, length=LENGTH, width=96)
+    return initialise(model, torch.Generator().manual_seed(0))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("make", "examples", "rows"), [(encoder, 1, False), (encoder, 3, True), (decoder, 4, False)])
+def test_every_text_of_an_undefended_batch_is_recovered_exactly(make, examples, rows):
+    ids, labels = texts(examples), torch.arange(examples) % 2
+    client, observation = seen(make(), ids, labels)
+    result = SpanAttack(rows=rows)([observation], client, Knowledge(SPACE, 2), Key(0))
+    _, matched = SPACE.match(SPACE.view(result.inputs), ids.unsqueeze(0))
+    assert SPACE.scores(matched, ids.unsqueeze(0))["exact"].mean() == 1
+    if not client.model.layout.causal:
+        assert result.targets[0].tolist() == sorted(labels.tolist())
+
+
+def test_another_clients_update_reveals_nothing_of_a_text():
+    model = encoder()
+    mine, others = texts(1), texts(1, seed=1)
+    client, observation = seen(model, others, torch.tensor([1]))
+    result = SpanAttack()([observation], client, Knowledge(SPACE, 2), Key(0))
+    assert SPACE.scores(result.inputs, mine.unsqueeze(0))["recall"].item() < 0.3
+
+
+def test_membership_fails_under_noise_and_ranking_does_not():
+    ids = texts(1)
+    client, observation = seen(encoder(), ids, torch.tensor([0]))
+    generator = torch.Generator().manual_seed(0)
+    for value in observation.update.values():
+        value += 0.05 * value.norm() / value.numel() ** 0.5 * torch.randn(value.shape, generator=generator)
+    exact = SpanAttack()([observation], client, Knowledge(SPACE, 2), Key(0))
+    ranked = SpanAttack(ranked=True, rows=False, prior_weight=0)([observation], client, Knowledge(SPACE, 2), Key(0))
+    assert SPACE.scores(exact.inputs, ids.unsqueeze(0))["tokens"].item() == 0
+    assert SPACE.scores(ranked.inputs, ids.unsqueeze(0))["tokens"].item() > 0.8
+
+
+def test_a_model_without_known_layers_is_refused_with_a_remedy():
+    from gradveil.attacks.protocol import Prospect
+
+    client = Client(torch.nn.Linear(4, 2))
+    problems = list(SpanAttack().problems(Prospect(client, (4,), 1, 2, 0)))
+    assert [p.where for p in problems] == ["attack.span"]
+    with pytest.raises(GradveilError, match="space"):
+        TextSpace((4, 4), ("a",))

@@ -1,0 +1,105 @@
+"""The privacy filters of project files are read, and their real epsilon is computed."""
+
+import json
+
+import pytest
+
+from gradveil.cli.app import run
+from gradveil.core.errors import GradveilError
+from gradveil.defences import parse
+from gradveil.integrations.filter_settings import judge, read_filters
+
+
+def nvflare(kind="SVTPrivacy", **arguments):
+    """Settings of an NVFlare client with one filter."""
+    path = f"nvflare.app_common.filters.{kind.lower()}.{kind}"
+    chosen = {"tasks": ["train"], "filters": [{"path": path, "args": arguments}]}
+    return json.dumps({"format_version": 2, "executors": [], "task_result_filters": [chosen]})
+
+
+CONF = """
+format_version = 2  # a comment
+task_result_filters = [
+  {
+    tasks = ["train"]
+    filters = [{ path = nvflare.app_common.filters.PercentilePrivacy, args { percentile = 20, gamma = 0.02 } }]
+  }
+]
+"""
+FLOWER = """
+[tool.flwr.app.config]
+num-server-rounds = 100
+dp-clipping-norm = 1.0
+dp-sensitivity = 1.0
+dp-epsilon = 1.0
+dp-delta = 1e-5
+"""
+
+
+def judged(tmp_path, text, name="config_fed_client.json", parameters=7_033_300, rounds=1):
+    (tmp_path / name).write_text(text)
+    (settings,) = read_filters(tmp_path / name)
+    return judge(settings, parameters, rounds)
+
+
+def test_sparse_vector_costs_the_values_too(tmp_path):
+    result = judged(tmp_path, nvflare(), rounds=100)
+    assert result.filter.where == "task_result_filters[0].filters[0]"
+    assert result.line.endswith("SVTPrivacy: epsilon 70,333 a round, 7,033,310 over 100 rounds")
+    assert "703,330 values" in result.problems[0].what
+    assert judged(tmp_path, nvflare(epsilon_release=1.0)).epsilon == pytest.approx(1.1)
+    parse(result.defence)
+
+
+def test_hocon_and_percentile_have_no_epsilon(tmp_path):
+    result = judged(tmp_path, CONF, "config_fed_client.conf")
+    assert result.epsilon is None
+    assert result.defence == "percentile(percentile=20, gamma=0.02)"
+    assert parse(result.defence).send
+
+
+def test_local_dp_is_accounted_for_the_change_of_a_clipped_update(tmp_path):
+    result = judged(tmp_path, FLOWER, "pyproject.toml", rounds=100)
+    assert result.filter.where == "tool.flwr.app.config"
+    assert result.epsilon is not None
+    assert result.over is not None
+    assert 1.5 < result.epsilon < 3 < result.over
+    assert [problem.what.partition(" ")[0] for problem in result.problems] == ["sensitivity", "epsilon", "over"]
+    enough = judged(tmp_path, FLOWER.replace("sensitivity = 1.0", "sensitivity = 2.0"), "pyproject.toml")
+    assert enough.epsilon is not None
+    assert enough.epsilon < 1
+    parse(result.defence)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "key"),
+    [
+        ("{}", "config_fed_client.json", "has no privacy filter"),
+        ("{ [", "config_fed_client.json", "cannot be read"),
+        ("a = [", "pyproject.toml", "cannot be read"),
+    ],
+)
+def test_files_without_filters_are_refused(tmp_path, text, name, key):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(GradveilError, match=key):
+        read_filters(tmp_path / name)
+
+
+@pytest.mark.parametrize("wrong", [{"epsilon": 0}, {"fraction": 2}, {"gamma": "much"}])
+def test_impossible_arguments_are_errors_with_their_place(tmp_path, wrong):
+    problems = judged(tmp_path, nvflare(**wrong)).problems
+    assert [problem.where.rpartition(".")[2] for problem in problems] == [*wrong]
+    assert {problem.severity for problem in problems} == {"error"}
+
+
+def test_command_prints_epsilon_problem_and_remedy(tmp_path, capsys):
+    path = tmp_path / "config_fed_client.json"
+    path.write_text(nvflare())
+    assert run(["check", "--filters", str(path)]) == 2
+    assert "--parameters" in capsys.readouterr().err
+    assert run(["check", "--filters", str(path), "--parameters", "7033300", "--rounds", "10"]) == 0
+    out = capsys.readouterr().out
+    assert "epsilon 70,333 a round, 703,331 over 10 rounds" in out
+    assert "    -> " in out
+    assert run(["check", "--filters", str(path), "--parameters", "9", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["filter"] == "SVTPrivacy"
