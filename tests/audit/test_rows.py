@@ -49,12 +49,12 @@ def test_single_rows_come_back_exactly_in_closed_form(tmp_path: Path) -> None:
     assert "class_of_worker" in page
 
 
-def test_the_search_for_rows_beats_the_closed_form_on_batches(tmp_path: Path) -> None:
+def test_adaptive_attacks_rows_of_batches_by_a_search_and_a_closed_form(tmp_path: Path) -> None:
     short = ("--iterations", "150", "--set", "restarts=2", "--target-clients", "1", "--set", "client.batch=4")
     _, trials = audited(tmp_path, "--attack", "adaptive", *short)
     cells = {trial.info["preset"]: trial.records[0]["cells"] for trial in trials}
-    assert set(cells) == {"unmix", "analytic", "tableak"}
-    assert cells["tableak"] > 0.8 > cells["analytic"]
+    assert set(cells) == {"unmix", "tableak"}
+    assert cells["tableak"] > 0.8
 
 
 @pytest.mark.parametrize(
