@@ -48,7 +48,7 @@ RENEWAL = (
 
 
 @dataclass(frozen=True)
-class AttackerResult:
+class LetterResult:
     """The strongest attack that was run for one letter; without an attack, the letter was not run."""
 
     letter: str
@@ -114,7 +114,7 @@ class Assurance:
     verdict: str
     finding: str
     worst: str
-    attackers: tuple[AttackerResult, ...]
+    attackers: tuple[LetterResult, ...]
     oracle: str
     """Attacks beyond H, which know client secrets; empty where none was run."""
     controls: Mapping[str, str]
@@ -216,17 +216,17 @@ def _provenance(run: Run) -> dict[str, str]:
     return {name: text for name, text in facts.items() if text}
 
 
-def _attackers(verdict: Verdict, rows: Sequence[Row]) -> Iterator[AttackerResult]:
+def _attackers(verdict: Verdict, rows: Sequence[Row]) -> Iterator[LetterResult]:
     mine = [row for row in verdict.rows if row.seed == verdict.best.seed]
     for letter, model in THREAT_MODELS.items():
         here = [row for row in mine if letter_of(row) == letter]
         if not here:
-            yield AttackerResult(letter, *model)
+            yield LetterResult(letter, *model)
             continue
         best = max(here, key=lambda row: (row.identifiable, row.identified, row.asr, row.attacker == "adaptive"))
         low, high = interval_of(best, here)
         share = "" if best.budget_share is None else f", stopped at {percent(best.budget_share)}"
-        yield AttackerResult(
+        yield LetterResult(
             letter,
             *model,
             best.attack,

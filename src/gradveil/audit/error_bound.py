@@ -7,6 +7,7 @@ guarantee holds, the probability of recovery is bounded too (`gradveil.theory.re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -215,7 +216,7 @@ def recovery_sentence(bound: Mapping[str, Any]) -> str:
 
     >>> recovery_sentence({"of": "watched", "unit": "example", "noise": 1.0, "releases": 1, "rate": 1.0,
     ...     "guess": 0.01, "bound": 0.0924})
-    'an attacker who knows all other examples recovers and identifies this one with probability at most 9.2% (guess \
+    'an attacker who knows all other examples recovers and identifies this one with probability at most 9.24% (guess \
 1%, sigma 1, one release)'
     """
     facts = [f"sigma {rounded(bound['noise'])}", releases(bound)]
@@ -224,10 +225,22 @@ def recovery_sentence(bound: Mapping[str, Any]) -> str:
     else:
         who = "an attacker who knows all other examples recovers and identifies this one"
     if bound["bound"] is not None:
-        chance = f"{percent(bound['bound'])} (guess {percent(bound['guess'])}, {', '.join(facts)})"
+        chance = f"{at_most(bound['bound'])} (guess {percent(bound['guess'])}, {', '.join(facts)})"
         return f"{who} with probability at most {chance}"
-    quoted = (f"{percent(most)} for a guess of {float(guess):g}" for guess, most in bound["quoted"].items())
+    quoted = (f"{at_most(most)} for a guess of {float(guess):g}" for guess, most in bound["quoted"].items())
     return f"{who} with probability at most {', '.join(quoted)} ({', '.join(facts)}; the guess is unknown)"
+
+
+def at_most(share: float) -> str:
+    """Write a share as a percentage of three digits, rounded up.
+
+    >>> at_most(0.0923617), at_most(0.99999), at_most(0.0), at_most(8.7218e-7)
+    ('9.24%', '100%', '0%', '8.73e-05%')
+    """
+    if share <= 0:
+        return "0%"
+    digits = 2 - math.floor(math.log10(100 * share))
+    return f"{math.ceil(round(100 * share * 10**digits, 6)) / 10**digits:.3g}%"
 
 
 def releases(bound: Mapping[str, Any]) -> str:

@@ -142,7 +142,7 @@ def _version(wanted: bool) -> None:
 @app.callback(
     epilog="Exit codes: 0 done; 1 check found problems, a trial failed, --fail-above has no result, "
     "summary has no finished trial, or search has nothing better than no defence; 2 wrong use; 3 --fail-above was "
-    "exceeded; 130 interrupted."
+    "exceeded, or audit-epsilon contradicts a claim; 130 interrupted."
 )
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,

@@ -28,6 +28,7 @@ _ACCOUNT_HELP = {
     "rate": "Share of the examples (of the clients, for user-dp) that is in each sum.",
     "sampling": "poisson: each is in a sum with probability RATE; shuffled: fixed batches, no amplification.",
     "accountant": "pld is nearly exact; rdp is what most papers print.",
+    "guess": "Probability that a guess without the update is right. Repeatable. Default: 0.1, 1e-3 and 1e-6.",
 }
 
 
@@ -39,9 +40,10 @@ def account(
     steps: Annotated[int, typer.Option(help=_ACCOUNT_HELP["steps"])] = 1,
     sampling: Annotated[str, typer.Option(metavar="poisson|shuffled", help=_ACCOUNT_HELP["sampling"])] = "poisson",
     accountant: Annotated[str, typer.Option(metavar="pld|rdp", help=_ACCOUNT_HELP["accountant"])] = "pld",
+    guess: Annotated[list[float] | None, typer.Option(help=_ACCOUNT_HELP["guess"])] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
-    """Tell the epsilon of a noise multiplier, or the noise multiplier of an epsilon.
+    """Compute epsilon for a noise multiplier, or the noise multiplier for an epsilon, and what they say of recovery.
 
     It holds for noise that does not depend on the data, on sums of clipped vectors: `dp`, `user-dp`. Heuristic defences
     have no epsilon.
@@ -49,6 +51,7 @@ def account(
     from rich.console import Console
 
     from gradveil.theory.accounting import Participation, assumptions, epsilon, multiplier
+    from gradveil.theory.reconstruction_robustness import GUESSES, recovery_bound
 
     if (sigma is None) == (target is None):
         what = "needs exactly one of --sigma and --epsilon"
@@ -57,10 +60,12 @@ def account(
         training = Participation(steps, rate, delta, cast("Sampling", sampling), cast("Accountant", accountant))
         noise = multiplier(target, training) if sigma is None and target is not None else cast(float, sigma)
         value = epsilon(noise, training)
+        limits = {each: recovery_bound(each, [(noise, training)]) for each in guess or GUESSES}
     taken = assumptions(training)
     if as_json:
         values = {"sigma": noise, "epsilon": value if math.isfinite(value) else None, "delta": delta}
         values |= {"rate": rate, "steps": steps, "sampling": sampling, "accountant": accountant, "assumes": taken}
+        values["recovery"] = [{"guess": each, "at_most": most} for each, most in limits.items()]
         typer.echo(json.dumps(values, indent=1))
         return 0
     console = Console(soft_wrap=True, markup=False)
@@ -70,6 +75,8 @@ def account(
     console.print(
         f"noise multiplier (sigma) {noise:.4g}: the noise's standard deviation on the sum, over the clip norm"
     )
+    quoted = ", ".join(f"{number(most)} (guess {each:g})" for each, most in limits.items())
+    console.print(f"recovery of an example, by any attacker: at most {quoted}")
     console.print(f"Assumed: {taken}.", style="dim")
     return 0
 
@@ -102,13 +109,15 @@ def bound(
     data_dir: Annotated[Path | None, typer.Option(help=_BOUND_HELP["data"])] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per defence.")] = False,
 ) -> int:
-    """Compute the lower bound of every attacker's mean squared error, for defences that add noise.
+    """Compute limits of every attacker: the least mean squared error, and the largest probability of recovery.
 
-    It holds for images that are normal with the public images' spectrum; labels and the randomness of the model count
-    as known. The result is the higher of two bounds: Bayesian Cramér-Rao, which needs a model without ReLU, and mutual
-    information. Other defences have no known bound. The output also has the first- and second-order utility of a step,
-    1 and -1 without a defence; and for dual pruning the error of Proposition 1 of Xue et al. 2024, which is of first
-    order and binds only attackers who match all of the pruned update.
+    The error bound is for defences that add noise. It holds for images that are normal with the public images'
+    spectrum; labels and the randomness of the model count as known. The result is the higher of two bounds: Bayesian
+    Cramér-Rao, which needs a model without ReLU, and mutual information. Other defences have no known bound. Defences
+    with a formal guarantee also bound the probability that any attacker recovers and identifies an image. The output
+    also has the first- and second-order utility of a step, 1 and -1 without a defence; and for dual pruning the error
+    of Proposition 1 of Xue et al. 2024, which is of first order and binds only attackers who match all of the pruned
+    update.
     """
     import torch
     from rich.console import Console
@@ -143,6 +152,8 @@ def bound(
     meaning += "with the public images' spectrum. Baseline: the mean image, which ignores the update. Utility: "
     meaning += "expected loss decrease of a small step, relative to the undefended update; minus its mean square."
     console.print(meaning, style="dim")
+    for text in dict.fromkeys(f"{row['defence']}: {text}." for row in rows for text in row["proven"]):
+        console.print(text)
     if pruned:
         console.print(_TAYLOR, style="dim")
     return 0
@@ -159,8 +170,11 @@ def _rows(experiment: Experiment) -> Iterator[dict[str, Any]]:
     import torch
 
     from gradveil.audit.attack_selection import TrialAddress
-    from gradveil.audit.error_bound import leaked, mse_bound, taylor_errors
+    from gradveil.audit.error_bound import leaked, mse_bound, recovery_bounds, recovery_sentence, taylor_errors
+    from gradveil.audit.grants import first
     from gradveil.audit.observe import observe, raw_update
+    from gradveil.audit.run_warnings import privacy_facts
+    from gradveil.audit.score import expected_of
     from gradveil.audit.trial import taylor_applies, worth
     from gradveil.core.tree import norm
     from gradveil.metrics import relative_distance
@@ -185,6 +199,11 @@ def _rows(experiment: Experiment) -> Iterator[dict[str, Any]]:
                 if taylor_applies(client) and config.rounds == 1:
                     away = relative_distance(last.update, raw) * torch.vmap(norm)(raw)
                     taylor = taylor_errors(experiment, seed, client, base, last, truth, away)
+                places = experiment.examples(index, range(config.target_clients), seed)
+                chances = expected_of(experiment.guessing, experiment, places)
+                records = [{"per_image": [{"expected": chance} for chance in each]} for each in chances]
+                mechanisms = privacy_facts(experiment, client, first(truth))["mechanisms"]
+                limits = recovery_bounds(experiment, address, mechanisms, records)
                 yield {
                     "defence": text,
                     "client": settings.title,
@@ -195,6 +214,8 @@ def _rows(experiment: Experiment) -> Iterator[dict[str, Any]]:
                     "by": limit["by"],
                     "unbounded": reason,
                     "mse_taylor": None if taylor is None else float(taylor.nanmean()),
+                    "recovery_bounds": limits,
+                    "proven": [recovery_sentence(each) for each in limits],
                     **{name: float(value.mean()) for name, value in left.items()},
                 }
 
