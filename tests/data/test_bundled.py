@@ -6,7 +6,7 @@ import torch
 from gradveil.core.errors import GradveilError
 from gradveil.data import DATASETS, load
 
-BUNDLED = [name for name, entry in DATASETS.items() if entry.bundled]
+BUNDLED = [name for name, entry in DATASETS.items() if entry.bundled and entry.kind == "images"]
 COUNTS = {"digits": (1197, 600), "faces": (100, 100), "patches": (405, 139)}
 
 
@@ -86,7 +86,7 @@ def test_load_uses_given_statistics() -> None:
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({"name": "face"}, "did you mean 'faces'"),
-    ({"name": "imagenet"}, "known: digits, faces, patches, mnist, cifar10, cifar100, hf:owner/name, parquet:PATH"),
+    ({"name": "imagenet"}, "known: digits, faces, patches, mnist, cifar10, cifar100, census"),
     ({"name": "hf:"}, "no data set is called 'hf:'"),
     ({"size": 0}, "at least 1 pixel"),
     ({"channels": 2}, "choose 1 (grey), 3 (colour)"),

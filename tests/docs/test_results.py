@@ -184,3 +184,13 @@ def test_audits_of_epsilon_are_what_was_recorded():
         (line,) = [line for line in page.splitlines() if line.startswith(f"| {row['sigma']}{claimed} |")]
         assert f"| {row['claimed']} |" in line
         assert f"{row['median']} ({row['least']} to {row['most']})" in line
+
+
+def test_recovered_texts_are_those_of_the_records():
+    page = (HERE / "docs/results.md").read_text("utf-8").partition("\n## Text\n")[2]
+    lines = (HERE / "benchmarks/results/text-recovery.jsonl").read_text("utf-8").splitlines()
+    for row in map(json.loads, lines):
+        names = {1.0: "100%", 0.0: "0%"}
+        keys = ("tokens", "recall") if "exact" in row else ("first_1", "first_10", "first_100")
+        shares = " | ".join(names.get(row[key], f"{100 * row[key]:.1f}%") for key in keys)
+        assert f"| {shares} |" in page

@@ -32,7 +32,7 @@ def test_the_final_answer_is_the_last_point() -> None:
     trial = traced(8, 0.1, 0.2, 0.25, final=0.3)
     assert trial.curve[:2] == (BudgetPoint(50, 0.1, 0.25), BudgetPoint(100, 0.2, 0.25))
     assert trial.curve[-1].iterations == 400
-    assert (trial.curve[-1].asr, trial.curve[-1].ssim) == (0.25, pytest.approx(0.3))
+    assert (trial.curve[-1].asr, trial.curve[-1].score) == (0.25, pytest.approx(0.3))
     assert trial.last_doubling == pytest.approx(0.05)
     trial.trial.records[3]["iterations"] = 401  # an odd budget is noted at its half, rounded down
     assert Row(0, trial.trial).curve[-1].iterations == 401
@@ -45,7 +45,7 @@ def test_real_attacks_have_a_curve_and_the_closed_form_has_none(tmp_path: Path) 
     run, _ = execute(wanted, tmp_path / "run")
     ig, learned = (Row(number, trial) for number, trial in enumerate(run.trials))
     assert [spot.iterations for spot in ig.curve] == [1, 3, 7]
-    assert ig.curve[-1].ssim == ig.mean("ssim")
+    assert ig.curve[-1].score == ig.mean("ssim")
     assert learned.curve == ()
 
 
@@ -65,7 +65,7 @@ def test_chart_has_the_strongest_iterating_attack_of_every_defence() -> None:
     assert [line["series"] for line in described["lines"]] == [0, 1]
     assert described["lines"][0]["points"][0]["lines"][0] == "after 50 iterations of 400"
     assert described["lines"][0]["points"][-1]["lines"] == ["after 400 iterations", "mean SSIM 0.9 · 100% recovered"]
-    assert described["baseline"] == {"asr": 0.0, "ssim": 0.1}
+    assert described["baseline"] == {"asr": 0.0, "score": 0.1}
 
 
 def test_settings_have_charts_of_their_own_and_colours_in_common() -> None:

@@ -36,6 +36,7 @@ from gradveil.attacks.inversion_presets import (
     pig,
     portfolio,
     sapag,
+    tableak,
     vbia,
     wiig,
 )
@@ -320,6 +321,7 @@ _WEN = (
     "Gradient Magnification (ICML)"
 )
 _PORTFOLIO = "Gradveil; Geiping et al. 2020 (breaching) for the variation of colour differences"
+_TABLEAK = "Vero, Balunović, Dimitrov, Vechev 2023, TabLeak: Tabular Data Leakage in Federated Learning (ICML)"
 _MEAN = "the law of large numbers"
 _GLAUS = "Yang et al. 2023 (GLAUS)"
 _FILM = "Gupta et al. 2022, Recovering Private Text in Federated Learning of Language Models (NeurIPS)"
@@ -343,6 +345,7 @@ ATTACKS: dict[str, AttackEntry] = {
         InversionEntry("pig", pig, "IG that ignores the layers behind a bottleneck's noise", _COMBINING),
         InversionEntry("cdia", cdia, "IG that infers pruning masks and optimises other randomness", _COMBINING),
         InversionEntry("portfolio", portfolio, "CDIA by plain Adam, tried on simulated clients first", _PORTFOLIO),
+        InversionEntry("tableak", tableak, "rows of a table: softmax of categories, restarts pooled", _TABLEAK),
         InversionEntry("sapag", sapag, "Gaussian kernel distance per layer", "Wang et al., 2020"),
         InversionEntry("gi", gi, "l2 distance, BatchNorm prior, restarts that agree", _GRADINVERSION),
         InversionEntry("gi-strong", gi_strong, "GI with the batch's true BatchNorm statistics", _GRADINVERSION),

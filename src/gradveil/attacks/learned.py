@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ class Learned(Checked):
     """Train on public examples for `epochs`, then invert every target client's update once."""
 
     name: str = "learned"
+    needs: ClassVar[str] = "pictures"
     epochs: Annotated[Count, "Passes over the public images."] = 30
     width: Annotated[Count, "Units of the network's hidden layers."] = 1000
     features: Annotated[Count, "Random sums of entries that stand for a larger update."] = 4096

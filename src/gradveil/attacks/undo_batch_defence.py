@@ -128,8 +128,14 @@ class Prior:
 
 
 def prior_of(knowledge: Knowledge, like: Tensor) -> Prior:
-    """Fit the prior to public images, or return that of natural images if there are none."""
+    """Fit the prior to public images, or return that of natural images if there are none.
+
+    The coefficients of rows of a table are their inputs, which are taken as independent.
+    """
     u = public_pixels(knowledge, like, _PUBLIC)
+    if len(knowledge.space.shape) == 1:
+        even = like.new_full(knowledge.space.shape, 0.5)
+        return Prior(even, even / 2) if u is None else Prior(u.mean(0), u.std(0))
     if u is not None:
         return Prior(u.mean(0), spectrum(u).variances.sqrt().to(like))
     channels, height, width = knowledge.space.shape

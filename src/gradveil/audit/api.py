@@ -172,8 +172,11 @@ def audit_model(
     **settings: Any,
 ) -> Result:
     """Attack a model of the caller on a batch of the caller's. `gradveil.audit` says what the arguments mean."""
-    if isinstance(examples, Dataset) and mean is None and std is None and bounds is None:
+    space = examples.example if isinstance(examples, Dataset) else None
+    if isinstance(examples, Dataset) and space is None and mean is None and std is None and bounds is None:
         mean, std = examples.mean, examples.std
+    if space is not None:
+        settings = {"threshold": space.threshold, **settings}
     wanted = settings.get("target_clients", _TARGET_CLIENTS)
     countable = isinstance(client_batch, int) and isinstance(wanted, int)
     most = client_batch * (wanted + _SPEAKERS) if countable else None
@@ -188,17 +191,19 @@ def audit_model(
         "prepare": prepare,
         "progress": progress,
         "settings": settings,
+        "space": space,
     }
     problems = list(wrong_arguments(given))
-    sound, kind, done = not problems, type(model).__name__, []
-    whole = _spelled_out(attacks, defences, public is not None)
+    sound, title_of_model, done = not problems, type(model).__name__, []
+    kind = "images" if space is None else space.words.kind
+    whole = _spelled_out(attacks, defences, public is not None, kind)
     tried = named("attacks", _without_aim(whole), partial(_attack, settings), problems)
     against = named("defences", defences, partial(parse, own=True), problems)
     problems += _unmet(whole, list(against))
     raw: dict[str, Any] = {
-        "name": re.sub(r"[^A-Za-z0-9]+", "-", kind).strip("-") or "model",
+        "name": re.sub(r"[^A-Za-z0-9]+", "-", title_of_model).strip("-") or "model",
         "data": {"name": "batch", "size": None, "public": None, "gallery": None},
-        "model": {"name": kind, "prepare": prepare},
+        "model": {"name": title_of_model, "prepare": prepare},
         "client": [{"batch": client_batch}],
         "defences": list(against) or ["none"],
         "attacks": _labels(whole, tried) or ["none"],
@@ -215,7 +220,7 @@ def audit_model(
         problems += changed or model_problems(model, batch, loss, client_batch, prepare)
     refuse(problems)
     names = class_names(model, batch[0][:client_batch])
-    data, known, facts = _datasets(names, batch, public, bounds, mean, std)
+    data, known, facts = _datasets(names, batch, public, bounds, mean, std, space)
     raw["model"]["options"] = {"weights_and_batch": _fingerprint(model, *batch, *(public or ()))}
     target_clients = settings.get("target_clients", max(len(data) // client_batch - others(against.values()), 1))
     config = resolve({**raw, "target_clients": target_clients}, names=False)
@@ -229,7 +234,7 @@ def audit_model(
 
 
 def _spelled_out(
-    attacks: Sequence[str | Attack], defences: Sequence[str | Defence], public: bool
+    attacks: Sequence[str | Attack], defences: Sequence[str | Defence], public: bool, kind: str
 ) -> Sequence[str | Attack]:
     """Put the attackers of all these defences in the place of `adaptive` and `malicious`."""
     if not isinstance(attacks, list | tuple) or not isinstance(defences, list | tuple):
@@ -239,7 +244,8 @@ def _spelled_out(
     for attack in attacks:
         if isinstance(attack, str) and stands_for_many(attack):
             others = [text for text in attacks if isinstance(text, str) and not stands_for_many(text)]
-            aimed = [t for name in names for t in attacks_against([*others, attack], name, public=public)]
+            against = (attacks_against([*others, attack], name, public=public, kind=kind) for name in names)
+            aimed = [text for some in against for text in some]
             at = aim(attack).defence
             new = (text for text in dict.fromkeys(aimed) if text not in without_aim(others))
             spelled += [text if at is None else f"{text} on {at}" for text in new]
@@ -358,11 +364,16 @@ def _datasets(
     bounds: Bounds,
     mean: Sequence[float] | None,
     std: Sequence[float] | None,
+    space: Space | None,
 ) -> tuple[Dataset, Dataset | None, tuple[str, ...]]:
     """Wrap batch and public examples as data sets, with the bounds that an attacker may use; say what is a grant.
 
     The data sets refuse inputs outside their bounds.
     """
+    if space is not None:
+        pairs = [pair and Dataset("batch", *pair, names, example=space) for pair in (batch, public)]
+        assert pairs[0] is not None
+        return pairs[0], pairs[1], ()
     images = [pair[0] for pair in (batch, public) if pair]
     (centre, scale), taken = pixel_statistics(bounds, mean, std, images)
     facts = ("bounds: the least and greatest value of the batch",) if taken else ()

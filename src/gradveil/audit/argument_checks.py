@@ -161,9 +161,10 @@ _BATCH = "give (inputs [N, C, H, W], targets [N]), a dict of both, a data set or
 def wrong_arguments(given: Mapping[str, Any]) -> Iterator[Problem]:
     """Find arguments of the wrong kind, before anything is done with one of them."""
     yield from _wrong_objects(given["model"], given["loss"])
-    found = list(_wrong_pair("batch", given["batch"]))
+    pictured = given.get("space") is None
+    found = list(_wrong_pair("batch", given["batch"], pictured))
     if (public := given["public"]) is not None:
-        found += _wrong_pair("public", public)
+        found += _wrong_pair("public", public, pictured)
         found += [] if found else _wrong_public(public, given["batch"])
     yield from found
     size, bounds, out, progress = (given[name] for name in ("client_batch", "bounds", "out", "progress"))
@@ -203,14 +204,14 @@ def _wrong_objects(model: Any, loss: Any) -> Iterator[Problem]:
         yield Problem("loss", what, "give a function or module (outputs, targets) -> scalar or [N], or None")
 
 
-def _wrong_pair(where: str, given: Any) -> Iterator[Problem]:
+def _wrong_pair(where: str, given: Any, pictured: bool = True) -> Iterator[Problem]:
     parts = list(given) if isinstance(given, list | tuple) else []
     if len(parts) != 2 or not all(isinstance(part, Tensor) for part in parts):
         held = f" of {', '.join(type(part).__name__ for part in parts)}" if parts else ""
         yield Problem(where, f"is {type(given).__name__}{held}", _BATCH)
         return
     inputs, targets = parts
-    if inputs.dim() != 4:
+    if pictured and inputs.dim() != 4:
         yield Problem(where, f"holds inputs of shape {tuple(inputs.shape)}, which are no images", _BATCH)
     for name, part in (("inputs", inputs), ("targets", targets)):
         if part.layout != torch.strided:

@@ -72,12 +72,12 @@ Level = Literal["broken", "leaks", "not broken", "inconclusive", "not tested"]
 LEVELS: dict[Level, tuple[str, str]] = {
     "broken": (
         "Broken",
-        "the update leaks, and at least half of the images are identifiable, or recovered where that is the leak",
+        "the update leaks, and at least half of the examples are identifiable, or recovered where that is the leak",
     ),
-    "leaks": ("Leaks", "an attacker recovers or identifies more images than guessing explains"),
+    "leaks": ("Leaks", "an attacker recovers or identifies more examples than guessing explains"),
     "not broken": (
         "Not broken",
-        "no leak was found by an adaptive attack that passed the attack check, on at least 8 images",
+        "no leak was found by an adaptive attack that passed the attack check, on at least 8 examples",
     ),
     "inconclusive": ("Inconclusive", "no leak was found, but the attacks do not show that there is none"),
     "not tested": ("Not tested", "no leak was found, and no adaptive attack was run"),

@@ -125,6 +125,10 @@ class Space(ABC):
     def bounds(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the smallest and largest valid inputs, which broadcast, with the dtype and device of `like`."""
 
+    def limits(self, like: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the bounds if no valid input lies outside them; None if they are only those of public examples."""
+        return self.bounds(like)
+
     @abstractmethod
     def encode(self, views: Tensor) -> Tensor:
         """Turn views [..., *shape] into inputs."""

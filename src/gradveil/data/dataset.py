@@ -67,6 +67,11 @@ class Dataset:
         """Count the examples."""
         return self.inputs.shape[0]
 
+    @property
+    def channels(self) -> int:
+        """Channels of each image."""
+        return self.inputs.shape[1]
+
     @cached_property
     def space(self) -> Space:
         """The space of one example."""

@@ -99,7 +99,9 @@ DATASETS: dict[str, DatasetEntry] = {
         bundled=False,
         statistics=((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
     ),
-    "census": DatasetEntry("1200 rows of census-income, 7 numbers and 11 categories, 2 classes", _CENSUS, kind="rows"),
+    "census": DatasetEntry(
+        "1200 rows of census-income, half of each class, 18 columns (in this package)", _CENSUS, kind="rows"
+    ),
     "census-income": DatasetEntry(
         "25,000 rows of the US census of 1994-95, 18 columns, 2 classes (tables/census-income-{train,test}.parquet)",
         _CENSUS,

@@ -35,7 +35,7 @@ Values = Mapping[str, Sequence[Any]]
 
 
 class Halves(NamedTuple):
-    """The public and the private rows of a table, and how often a name of a class stands for its number."""
+    """The public and the private rows of a table."""
 
     public: Values
     private: Values
@@ -98,6 +98,20 @@ def of_frame(frame: Any) -> Values:
     made = frame.to_dict(as_series=False) if hasattr(frame, "get_columns") else frame
     made = made.to_dict("list") if hasattr(made, "iloc") else made
     return {str(name): [None if value != value else value for value in values] for name, values in made.items()}
+
+
+def table(frame: Any, label: str | None = None, private: Any = None) -> Splits:
+    """Make data of a data frame (pandas, polars, pyarrow) or a mapping of columns, with this label column.
+
+    `private` holds the private rows; without it, every fourth row of each class is private.
+
+    >>> data = table({"age": [20.5 + i for i in range(12)], "sex": ["f", "m"] * 6, "ill": [0, 1] * 6}, label="ill")
+    >>> data.private
+    Dataset('table/private', 2 rows of 2, 2 classes)
+    """
+    values = of_frame(frame)
+    halves = shared_out(values, label_of(values, "table", label)) if private is None else None
+    return splits_of(halves or Halves(values, of_frame(private)), "table", label)
 
 
 def open_rows(

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -248,6 +248,8 @@ class Ats(BatchTransform):
 
     An attacker may optimise the signs (in [-1, 1]: every strength between); choices are discrete.
     """
+
+    needs: ClassVar[str] = "pictures"
 
     policy: str = HYBRID
 

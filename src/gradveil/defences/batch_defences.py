@@ -90,6 +90,8 @@ class InstaHide(Checked, BatchTransform):
     which images are public, not which of them were drawn.
     """
 
+    needs: ClassVar[str] = "pictures"
+
     k: Annotated[int, Range(2, integer=True), "Number of images that are mixed into one."] = 4
     cap: Annotated[float, Range(0, 1, low_open=True), "Largest coefficient of an image."] = 0.65
     mix: Annotated[Literal["own", "public"], "Images to mix with: the client's others, or mostly public ones."] = "own"

@@ -221,7 +221,7 @@ def _local_dp(
 ) -> Defence:
     """Flower's `LocalDpMod`: scale the update by min(1, clip / norm), add N(0, std^2) by the classical formula."""
     std = local_dp_std(sensitivity, epsilon, delta)
-    return Defence("local-dp", send=chain(clip=Clip(clip), noise=Gaussian(std, scaled_to=sensitivity)))
+    return Defence("local-dp", send=chain(clip=Clip(clip), noise=Gaussian(std, scaled_to=min(sensitivity, clip))))
 
 
 def local_dp_std(sensitivity: float, epsilon: float, delta: float) -> float:

@@ -139,7 +139,7 @@ def faults(defence: Defence, client: Client, batch: Batch) -> Iterator[Problem]:
     if not any(problem.severity == "error" for problem in problems) and any(
         users(surgery) for surgery in defence.model
     ):
-        bounds = client.domain.space.bounds(one.inputs) if client.domain else None
+        bounds = client.domain.space.limits(one.inputs) if client.domain else None
         classes = client.domain.classes if client.domain else None
         yield from check(client.model, one, client.loss, bounds=bounds, classes=classes)
 

@@ -24,6 +24,7 @@ from gradveil.report.legend import legend
 from gradveil.report.marked_sentences import marked_sentences
 from gradveil.report.page import PageSection, frame, render, section
 from gradveil.report.pictures import OUTCOMES, Picture, data_uri, picture_uri, pictures_of, room_of_each
+from gradveil.report.shown_rows import shown_rows
 from gradveil.report.table import table_body
 
 _FUNCTIONS = {
@@ -60,7 +61,7 @@ def sections(shown: Mapping[str, Any]) -> list[PageSection]:
         (shown["recorded"], section("observed", "Records", "Recorded updates")),
         (is_scored, section("defences", "Defences", "Defences")),
         (shown["fronts"], section("front", "Cost", "Leak against cost")),
-        (rows, section("pictures", "Pictures", "Private images and reconstructions")),
+        (rows, section("pictures", *_titles(shown["words"]))),
         (rows, section("details", "Details", "Details of each defence")),
         (shown["statement"], section("assurance", "Assurance", "Assurance")),
         (is_scored, section("table", "Trials", "All trials")),
@@ -68,6 +69,12 @@ def sections(shown: Mapping[str, Any]) -> list[PageSection]:
         (shown["legend"], section("legend", "Legend", "Legend")),
     )
     return [each for is_shown, each in every if is_shown]
+
+
+def _titles(words: ExampleWords) -> tuple[str, str]:
+    """Name the section of private examples and reconstructions, for the menu and in full."""
+    short = "Pictures" if words == ExampleWords() else words.plural.capitalize()
+    return short, f"Private {words.plural} and reconstructions"
 
 
 def context(run: Run, costs: Costs | None = None) -> dict[str, Any]:
@@ -101,6 +108,7 @@ def context(run: Run, costs: Costs | None = None) -> dict[str, Any]:
         "tables": defence_tables(shown, result),
         "exhibits": shown,
         "halls": halls(shown),
+        "row_tables": shown_rows(shown),
         "pictures": pictures,
         "names": names,
         "control": result.control,

@@ -10,6 +10,7 @@ from gradveil.audit.findings import Findings
 from gradveil.audit.result_rows import BASELINES
 from gradveil.audit.verdict import LEVELS
 from gradveil.core.formatting import number
+from gradveil.core.space import ExampleWords
 from gradveil.report.identical_trials import KINDS
 
 Terms = list[tuple[str, str]]
@@ -24,26 +25,37 @@ def legend(result: Findings, thresholds: Sequence[float]) -> list[tuple[str, Ter
     kinds = {row.attacker for row in result.finished} - {"undefended"}
     groups: list[tuple[str, Terms]] = [
         ("Verdicts", [(label, f"{meaning}.") for level, (label, meaning) in LEVELS.items() if level in levels]),
-        ("Scores", _scores(thresholds) if rows else []),
+        ("Scores", _scores(thresholds, rows[0].words) if rows else []),
         ("Attack checks", [(label, f"{meaning}.") for state, (label, meaning) in STATES.items() if state in states]),
         ("Attackers", [(KINDS[kind], ": ".join(ATTACKERS[kind]) + ".") for kind in KINDS if kind in kinds]),
     ]
     return [(title, terms) for title, terms in groups if terms]
 
 
-def _scores(thresholds: Sequence[float]) -> Terms:
+def _scores(thresholds: Sequence[float], words: ExampleWords) -> Terms:
     limit = " or ".join(number(each) for each in thresholds)
     guesses = ", ".join(meaning for _, meaning in BASELINES.values())
     return [
-        ("Recovered", f"the SSIM of a reconstruction to its private image is above {limit}."),
-        ("Identified", "of all private images, its own is the nearest to the reconstruction (L2)."),
+        (
+            "Recovered",
+            f"the SSIM of a reconstruction to its private image is above {limit}."
+            if words == ExampleWords()
+            else " or ".join(words.recovered(each) for each in thresholds) + ".",
+        ),
+        (
+            "Identified",
+            f"of all private {words.plural}, its own is the nearest to the reconstruction ({words.nearest}).",
+        ),
         ("Identifiable", "recovered and identified. The interval is at 95% confidence."),
         (
             "Baseline",
-            "the share of identifiable images that the best guess, which sees no update, is expected to reach. "
-            f"Guesses are {guesses}.",
+            f"the share of identifiable {words.plural} that the best guess, which sees no update, is expected to "
+            f"reach. Guesses are {guesses}.",
         ),
-        ("Mismatch control", "the share recovered when reconstructions are scored against another client's images."),
+        (
+            "Mismatch control",
+            f"the share recovered when reconstructions are scored against another client's {words.plural}.",
+        ),
         (
             "Risk over baseline",
             "the rate beyond baseline and mismatch control, as a share of the largest possible gain.",

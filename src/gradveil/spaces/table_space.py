@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -107,6 +107,9 @@ class TableSpace(Space):
             low += [least] * column.width
             high += [most] * column.width
         return torch.tensor(low, dtype=torch.float64).to(like), torch.tensor(high, dtype=torch.float64).to(like)
+
+    def limits(self, like: Tensor) -> None:
+        """Return None: a private number may lie outside the public ones."""
 
     def encode(self, views: Tensor) -> Tensor:
         """Standardise numbers, and write categories as one-hot vectors."""
@@ -226,14 +229,10 @@ class TableSpace(Space):
         return self.cost(views, self.average(views)).argsort(stable=True)
 
     def of_trial(self, candidates: Tensor, truths: Tensor) -> Mapping[str, Any]:
-        """Return for each column the share of right cells, beside that of the best constant; and the rows."""
+        """Return each column with its share of right cells."""
         right = self.right(candidates, truths).flatten(0, -2).double().mean(0).tolist()
-        return {
-            "columns": [
-                {"name": c.name, "kind": "category" if c.levels else "number", "right": share, "usual": c.usual}
-                for c, share in zip(self.columns, right, strict=True)
-            ]
-        }
+        pairs = zip(self.columns, right, strict=True)
+        return {"columns": [asdict(column) | {"right": share} for column, share in pairs]}
 
     def _parts(self, inputs: Tensor) -> Iterator[tuple[TableColumn, Tensor]]:
         yield from zip(self.columns, inputs.split([column.width for column in self.columns], -1), strict=True)

@@ -53,8 +53,10 @@ def ranks(gradient: Tensor, most: int) -> Tensor:
 def differences(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return differences of images [..., n] of a shape (C, H, W), flat: horizontal, vertical, and the one of the other.
 
-    Each kind has the mean 0.
+    Each kind has the mean 0. Of rows of a table (one dimension) the numbers themselves stand for differences.
     """
+    if len(shape) == 1:
+        return rows - rows.mean(-1, keepdim=True)
     images = rows.unflatten(-1, shape)
     kinds = (images.diff(dim=-1), images.diff(dim=-2), images.diff(dim=-1).diff(dim=-2))
     return torch.cat([(kind - kind.mean((-3, -2, -1), keepdim=True)).flatten(-3) for kind in kinds], -1)

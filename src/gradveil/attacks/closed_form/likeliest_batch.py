@@ -74,6 +74,8 @@ class NoisyBatch:
         squares, turn = torch.linalg.eigh(errors.mT @ errors)
         noise = (self.noise / width.mean()).square()
         ridge = noise / self.prior.spread.flatten().to(width).square().clamp_min(1e-12)
-        mixed = turn.mT @ cosine(rest.unflatten(1, self.shape)).flatten(1)
+        pictured = len(self.shape) == 3
+        mixed = turn.mT @ (cosine(rest.unflatten(1, self.shape)).flatten(1) if pictured else rest)
         coefficients = turn @ (mixed / (squares.clamp_min(0).unsqueeze(1) + ridge).clamp_min(1e-300))
-        return usual + width * from_cosine(coefficients.unflatten(1, self.shape)).flatten(1)
+        back = from_cosine(coefficients.unflatten(1, self.shape)).flatten(1) if pictured else coefficients
+        return usual + width * back

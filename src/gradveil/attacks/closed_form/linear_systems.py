@@ -59,7 +59,12 @@ def gradient_rows(link: Link, error: Tensor) -> Tensor:
 
 
 def roughness(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return the matrix of the sum of squared differences of neighbouring pixels, plus a small multiple of the size."""
+    """Return the matrix of the sum of squared differences of neighbouring pixels, plus a small multiple of the size.
+
+    Rows of a table have no neighbours, and only the size.
+    """
+    if len(shape) == 1:
+        return _LITTLE * torch.eye(shape[0], dtype=like.dtype, device=like.device)
     channels, height, width = shape
     eye = torch.eye(max(height, width), dtype=like.dtype, device=like.device)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Protocol
@@ -43,6 +43,8 @@ class Canvas:
     joint: bool
     start: Literal["normal", "uniform", "solved"]
     """Law of the first pixels."""
+    relaxed: Callable[[Tensor], Tensor] | None = None
+    """Free variables -> inputs, of the space of the examples."""
 
     def scaled(self, images: Tensor) -> Tensor:
         """Scale images in [0, 1] to the range of valid inputs."""
@@ -82,6 +84,8 @@ class Drawing(Protocol):
 class Pixels:
     """The images are the variables."""
 
+    needs: ClassVar[str] = "numbers"
+
     def open(self, canvas: Canvas, key: Key) -> _Pixels:
         """Prepare a call."""
         return _Pixels(canvas)
@@ -117,11 +121,35 @@ class _Pixels:
 
 
 @dataclass(frozen=True)
+class Relaxed(Pixels):
+    """The examples are what their space makes of free variables: of rows, probabilities and bounded numbers."""
+
+    needs: ClassVar[str] = "columns"
+
+    def open(self, canvas: Canvas, key: Key) -> _Pixels:
+        """Prepare a call."""
+        return _Relaxed(canvas)
+
+
+@dataclass(frozen=True)
+class _Relaxed(_Pixels):
+    def start(self, key: Key) -> tuple[Tensors, Tensors]:
+        shape, like = (self.canvas.examples, *self.canvas.shape), self.canvas.lower
+        return {INPUTS: torch.randn(shape, dtype=like.dtype, generator=key.child(INPUTS).generator())}, {}
+
+    def draw(self, variables: Tensors, constants: Tensors) -> tuple[Tensor, None]:
+        assert self.canvas.relaxed is not None
+        return self.canvas.relaxed(variables[INPUTS]), None
+
+
+@dataclass(frozen=True)
 class Untrained(Checked):
     """An untrained generator with separate weights for each row, which are fitted to the update (GRNN).
 
     The latent numbers do not change. A linear layer draws the labels if they are searched.
     """
+
+    needs: ClassVar[str] = "pictures"
 
     latent: Latent = 128
     width: Width = 16
@@ -184,6 +212,8 @@ class Trained:
     a function that returns one, from [B, latent] to [B, C, H, W] in [0, 1]. `tuned` is the share of the budget in which
     the weights are searched for each row, with the best latent numbers.
     """
+
+    needs: ClassVar[str] = "pictures"
 
     latent: Latent = 32
     width: Width = 8
@@ -292,5 +322,5 @@ _CACHED = 4
 _CACHE: dict[tuple[object, ...], Generator] = {}
 """Generators that this process has trained: every trial of a run needs the same."""
 
-Images = Pixels | Untrained | Trained
+Images = Pixels | Relaxed | Untrained | Trained
 """The search spaces of images."""

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from gradveil.attacks.inversion.descent import CONVERGED, STATUSES, Solution, joined
 from gradveil.attacks.inversion.distances import statistics_wanted
-from gradveil.attacks.inversion.image_sources import INPUTS, TARGETS
+from gradveil.attacks.inversion.image_sources import INPUTS, TARGETS, Relaxed
 from gradveil.attacks.inversion.inversion_settings import InversionSettings
 from gradveil.attacks.inversion.problem import InversionProblem
 from gradveil.attacks.inversion.rehearsal import choose, prepare, rehearse
@@ -204,7 +204,7 @@ def _reconstruction(
     if attack.batchnorm and not statistics_wanted(problem.knowledge, problem.simulated_client, first, problem.example):
         remarks = (Remark("its BatchNorm prior is left out: the model has no running statistics", (0,)),)
     return Reconstruction(
-        inputs=_median(final) if attack.median else final,
+        inputs=_finished(attack, problem, solution.variables[INPUTS].unflatten(0, shape), final),
         targets=targets,
         objective=solution.objective[rows],
         status=tuple(STATUSES[code] for code in solution.status[rows].tolist()),
@@ -218,6 +218,21 @@ def _reconstruction(
         remarks=remarks,
         match=torch.cat([problem.match(chunk, take(solution.variables, chunk)) for chunk in compared]),
     )
+
+
+def _finished(attack: InversionSettings, problem: InversionProblem, every: Tensor, final: Tensor) -> Tensor:
+    """Return the answer [V, B, ...] of the best restart, or of all [V, R, B, ...] together."""
+    space = problem.knowledge.space
+    if attack.median:
+        return _median(final)
+    if attack.pool and attack.restarts > 1:
+        best, matched = space.view(final.cpu().double()), list[Tensor]()
+        for restart in every.unbind(1):
+            order = space.match(space.view(restart.cpu().double()), best)[0].to(restart.device)
+            own = torch.stack([rows[places] for rows, places in zip(restart, order, strict=True)])
+            matched.append(torch.where(own.isfinite(), own, final))
+        final = space.pooled(torch.stack(matched))
+    return space.projected(final) if isinstance(attack.images, Relaxed) else final
 
 
 def _median(images: Tensor) -> Tensor:

@@ -71,6 +71,7 @@ class InversionSettings(Checked):
     """Subtract known additive noise from the observed update, if its contribution does not depend on the images."""
     undo: Annotated[bool, "Search the images that the client trained on, then undo the batch defence."] = False
     median: Annotated[bool, "Take the median of 3x3 pixels over the images that are found."] = False
+    pool: Annotated[bool, "Pool the restarts, matched to the best: medians of numbers, means of probabilities."] = False
     step_size: Annotated[
         float | None,
         Range(0, low_open=True, optional=True),
@@ -79,6 +80,11 @@ class InversionSettings(Checked):
 
     variants: tuple[Variant, ...] = ()
     """Settings of which the best on simulated clients is used, where there are public examples; else the first."""
+
+    @property
+    def needs(self) -> str:
+        """What it needs of the examples, see `Space.offers`."""
+        return "pictures" if self.tv or self.register or self.median else self.images.needs
 
     def with_variant(self, variant: Variant) -> Self:
         """Return the attack with a variant's settings, and nothing left to try."""

@@ -150,8 +150,11 @@ class InversionProblem:
         self.labels = find_labels(
             attack.labels, first, self.rounds[0].simulated_client, knowledge, key.child(Stream.LABELS)
         )
-        facts = knowledge.space.shape, self.lower, self.upper, knowledge.classes
-        canvas = Canvas(self.examples, *facts, joint=self.labels is None, start=attack.start)
+        space = knowledge.space
+        facts = space.shape, self.lower, self.upper, knowledge.classes
+        canvas = Canvas(
+            self.examples, *facts, joint=self.labels is None, start=attack.start, relaxed=knowledge.space.relaxed
+        )
         self.drawing = attack.images.open(canvas, key.child(Stream.IMAGES))
         for name, how in self.how.items():
             if isinstance(how, Optimise) and self.noise[name].discrete:
@@ -464,7 +467,7 @@ class InversionProblem:
         """Return the results of rows: their images first, then the other variables."""
         with torch.no_grad():
             images, logits = self.drawing.draw(variables, constants)
-        others = {n: v for n, v in variables.items() if not n.startswith(f"{WEIGHTS}.")}
+        others = {n: v for n, v in variables.items() if n != INPUTS and not n.startswith(f"{WEIGHTS}.")}
         return {INPUTS: images, **({} if logits is None else {TARGETS: logits}), **others}
 
     def project(self, name: str, value: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from gradveil.nn.token_layout import TokenLayout
 
 _CUT = 1.5
 """Standard deviations of the log norms above which a row of a tied table belongs to a word (Fowl et al. 2022)."""
-_DENSE = 0.5
+_DENSE = 0.9
 """Share of rows that are not zero above which a table is filled: tied to the output, or noisy."""
 
 

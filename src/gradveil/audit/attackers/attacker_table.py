@@ -142,6 +142,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(("dia",), "the units that were dropped are found together with the images", defence="drops units"),
     Rule(("pig",), "layers that the bottleneck's noise does not reach leak by themselves", defence="draws features"),
+    # Rows: a search over probabilities of categories.
+    Rule(
+        ("tableak",),
+        "a search that simulates the client, over probabilities of categories and bounded numbers",
+        kinds=("rows",),
+    ),
     # Texts: what the first layers' gradients span.
     Rule(
         ("span-rank", "span", "embedding-rows"),

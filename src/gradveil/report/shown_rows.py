@@ -1,0 +1,118 @@
+"""Rows of tables beside their reconstructions, cell by cell, and what leaks of each column."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradveil.audit.result_rows import Row
+from gradveil.report.exhibits import Exhibit
+from gradveil.report.pictures import OUTCOMES, outcome
+from gradveil.spaces import TableColumn, TableSpace
+
+SHOWN = 6
+"""Rows of each defence on the page, at most."""
+
+
+@dataclass(frozen=True)
+class ColumnLeak:
+    """How often a column comes back, beside the best constant, which needs no update."""
+
+    name: str
+    kind: str
+    right: float
+    usual: float
+
+
+@dataclass(frozen=True)
+class ShownCell:
+    """A true cell and its reconstruction, in words."""
+
+    truth: str
+    answer: str
+    is_right: bool
+
+
+@dataclass(frozen=True)
+class ShownRow:
+    """A private row with its reconstruction."""
+
+    number: int
+    outcome: str
+    right: float
+    cells: tuple[ShownCell, ...]
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """The leak of each column by the strongest attack on a defence, and the rows that come back best."""
+
+    exhibit: Exhibit
+    leaks: tuple[ColumnLeak, ...]
+    rows: tuple[ShownRow, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the columns."""
+        return [leak.name for leak in self.leaks]
+
+    @property
+    def exact(self) -> str:
+        """Count the rows whose cells are all right."""
+        scores = [scores for _, _, scores in self.exhibit.row.scores()]
+        return f"{sum(bool(each.get('exact')) for each in scores)} of {len(scores)}"
+
+
+def columns_of(info: Mapping[str, Any]) -> tuple[TableColumn, ...]:
+    """Read the columns of a trial's record."""
+    found = list[TableColumn]()
+    for each in info.get("columns") or ():
+        told: dict[str, Any] = {**each, "levels": tuple(each["levels"])}
+        del told["right"]
+        found.append(TableColumn(**told))
+    return tuple(found)
+
+
+def shown_rows(exhibits: Sequence[Exhibit]) -> list[RowTable]:
+    """Lay out the rows of each defence's strongest attack; nothing where the examples are no rows."""
+    found = list[RowTable]()
+    for exhibit in exhibits:
+        row = exhibit.row
+        if columns := columns_of(row.info):
+            shares = [float(each["right"]) for each in row.info["columns"]]
+            leaks = [
+                ColumnLeak(column.name, "category" if column.levels else "number", share, column.usual)
+                for column, share in zip(columns, shares, strict=True)
+            ]
+            found.append(RowTable(exhibit, tuple(leaks), tuple(_rows(row, columns))))
+    return found
+
+
+def _rows(row: Row, columns: tuple[TableColumn, ...]) -> list[ShownRow]:
+    kept = row.trial.images() or {}
+    if "truth" not in kept or "reconstruction" not in kept:
+        return []
+    truths, answers = (kept[name].double().flatten(0, 1) for name in ("truth", "reconstruction"))
+    right = TableSpace(columns).right(answers, truths)
+    each = [(record, scores) for record in row.trial.records for scores in record["per_image"]]
+    order = sorted(range(len(each)), key=lambda place: -float(each[place][1]["cells"]))
+    return [
+        ShownRow(
+            place + 1,
+            OUTCOMES[outcome(each[place][1], str(each[place][0].get("status")))],
+            float(each[place][1]["cells"]),
+            tuple(_cells(columns, truths[place], answers[place], right[place])),
+        )
+        for place in order[:SHOWN]
+    ]
+
+
+def _cells(columns: tuple[TableColumn, ...], truth: Tensor, answer: Tensor, right: Tensor) -> list[ShownCell]:
+    return [
+        ShownCell(column.words(float(t)), column.words(float(a)), bool(ok))
+        for column, t, a, ok in zip(columns, truth, answer, torch.atleast_1d(right), strict=True)
+    ]

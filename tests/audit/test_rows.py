@@ -1,0 +1,85 @@
+"""Audits of rows: closed forms, the search of TabLeak, what is refused, and the page."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from gradveil import audit
+from gradveil.audit.preflight import open_experiment
+from gradveil.audit.run_directory import load_run
+from gradveil.audit.run_file import resolve
+from gradveil.cli.app import app
+from gradveil.core.errors import GradveilError
+from gradveil.data import table
+from gradveil.nn import build
+
+RUN = """
+name = "rows"
+data = { name = "census" }
+model = { name = "tabular-mlp" }
+attacks = ["analytic"]
+"""
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    return {"name": "rows", "data": {"name": "census"}, "model": {"name": "tabular-mlp"}, **changes}
+
+
+def audited(folder: Path, *options: str) -> tuple[str, Any]:
+    (folder / "rows.toml").write_text(RUN)
+    command = ["audit", str(folder / "rows.toml"), "--no-control", "--workers", "1", "--out", str(folder / "run")]
+    result = CliRunner().invoke(app, [*command, *options], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output, load_run(folder / "run").trials
+
+
+def test_single_rows_come_back_exactly_in_closed_form(tmp_path: Path) -> None:
+    output, (trial,) = audited(tmp_path, "--attack", "analytic", "--set", "client.batch=1", "--target-clients", "8")
+    scores = [each for record in trial.records for each in record["per_image"]]
+    assert all(each["exact"] for each in scores)
+    assert {"cells", "numbers", "categories"} <= set(scores[0])
+    assert trial.info["update"] == "one gradient of 1 row"
+    assert trial.info["threshold"] == 0.9
+    assert "8/8" in output
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "8 of 8 rows exact" in page
+    assert "class_of_worker" in page
+
+
+def test_adaptive_attacks_rows_of_batches_by_a_search_and_a_closed_form(tmp_path: Path) -> None:
+    short = ("--iterations", "150", "--set", "restarts=2", "--target-clients", "1", "--set", "client.batch=4")
+    _, trials = audited(tmp_path, "--attack", "adaptive", *short)
+    cells = {trial.info["preset"]: trial.records[0]["cells"] for trial in trials}
+    assert set(cells) == {"unmix", "tableak"}
+    assert cells["tableak"] > 0.8
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"attacks": ["ig"]}, "pictures"),
+        ({"attacks": ["analytic"], "defences": ["instahide"]}, "pictures"),
+        ({"attacks": ["analytic"], "model": {"name": "lenet-zhu"}}, "channels"),
+        ({"attacks": ["tableak"], "data": {"name": "faces"}, "model": {"name": "scheliga-cnn"}}, "columns"),
+    ],
+)
+def test_what_needs_another_kind_of_examples_is_refused(changes: dict[str, Any], where: str) -> None:
+    with pytest.raises(GradveilError, match=where):
+        open_experiment(resolve(settings(target_clients=2, **changes)))
+
+
+def test_a_table_from_python_is_audited_like_one_from_a_file() -> None:
+    columns = {"age": [20.5 + i for i in range(80)], "sex": ["f", "m"] * 40, "ill": [0, 1] * 40}
+    rows = table(columns, label="ill")
+    model = build(
+        "tabular-mlp",
+        classes=2,
+        generator=torch.Generator().manual_seed(0),
+        example=rows.public.space.model_facts(),
+    )
+    result = audit(model, rows.private, attacks=["adaptive"], public=rows.public, target_clients=4)
+    assert result.verdicts[0].identifiable == 4
+    assert result.verdicts[0].best.words.noun == "row"

@@ -1,0 +1,43 @@
+"""An audit of texts runs as one of images: trials, verdicts, records and report."""
+
+import pytest
+
+from gradveil.audit.attack_selection import attacks_against
+from gradveil.audit.audit_config import RunConfig
+from gradveil.audit.findings import findings_of
+from gradveil.audit.preflight import open_experiment
+from gradveil.core.errors import GradveilError
+from gradveil.report.marked_sentences import marked_sentences
+from tests.audit.runs import execute
+
+SETTINGS = {
+    "name": "texts",
+    "data": {"name": "reviews"},
+    "model": {"name": "small-encoder", "options": {"width": 96}},
+    "target_clients": 2,
+}
+
+
+def test_adaptive_stands_for_attacks_on_texts():
+    assert list(attacks_against(["adaptive"], "prune(0.9)", kind="texts")) == ["span-rank", "span", "embedding-rows"]
+
+
+def test_another_threshold_is_the_default_of_texts():
+    assert RunConfig(**SETTINGS, attacks=["span"], defences=["none"]).threshold == 0.9
+
+
+def test_attacks_by_gradients_are_refused_for_texts():
+    with pytest.raises(GradveilError) as caught:
+        open_experiment(RunConfig(**SETTINGS, attacks=["ig"], defences=["none"]))
+    assert any("numbers" in problem.what for problem in caught.value.problems)
+
+
+def test_sentences_are_recovered_recorded_and_shown(tmp_path):
+    config = RunConfig(**SETTINGS, attacks=["span", "embedding-rows"], defences=["none"])
+    recorded, _ = execute(config, tmp_path / "run")
+    result = findings_of(recorded)
+    strongest = result.verdicts[0]
+    assert (strongest.identifiable, strongest.images, strongest.level) == (2, 2, "broken")
+    pairs = marked_sentences(strongest.best.info)
+    assert len(pairs) == 2
+    assert not any(span.differs for pair in pairs for span in pair.truth)
