@@ -58,7 +58,7 @@ def main() -> None:
     torch.set_num_threads(1)
     settings = [(sigma, promised, replays) for replays in REPLAYS for sigma, promised in CLIENTS]
     stream = options.output.open("w", newline="") if options.output else sys.stdout
-    writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(stream, list[str](COLUMNS), lineterminator="\n")
     writer.writeheader()
     for setting in settings:
         row = measure(*setting, options.seeds)
