@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.nn.models.parts import Network, activation_layer, sequence
+from gradveil.nn.normalisation import LayerNorm
 
 
 def tabular_mlp(
@@ -60,7 +61,7 @@ class ResidualRow(nn.Module):
         """Make the block."""
         super().__init__()
         self.inner = sequence(
-            norm=nn.LayerNorm(width),
+            norm=LayerNorm(width),
             first=nn.Linear(width, 2 * width),
             act=activation_layer(activation),
             second=nn.Linear(2 * width, width),
@@ -88,7 +89,7 @@ def tabular_resnet(
             embed=embed,
             enter=nn.Linear(embed.features, width),
             **blocks,
-            norm=nn.LayerNorm(width),
+            norm=LayerNorm(width),
             act=activation_layer(activation),
         ),
         nn.Linear(width, classes),
