@@ -7,6 +7,7 @@ from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.findings import findings_of
 from gradveil.audit.preflight import open_experiment
 from gradveil.core.errors import GradveilError
+from gradveil.report import audit_page
 from gradveil.report.marked_sentences import marked_sentences
 from tests.audit.runs import execute
 
@@ -41,3 +42,6 @@ def test_sentences_are_recovered_recorded_and_shown(tmp_path):
     pairs = marked_sentences(strongest.best.info)
     assert len(pairs) == 2
     assert not any(span.differs for pair in pairs for span in pair.truth)
+    page = audit_page(recorded)
+    assert "--no-images" not in page
+    assert all(word not in page for word in ("true images", "Mean image", "reconstruction of images"))

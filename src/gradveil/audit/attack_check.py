@@ -95,7 +95,13 @@ _END_OF_CLAUSE = re.compile(r": | \(|, so ")
 
 
 def examine(row: Row, rows: Sequence[Row]) -> Health:
-    """Check the attack of a trial against the other trials of its run.
+    """Check the attack of a trial against the other trials of its run; reasons are in the words of its examples."""
+    found = _examined(row, rows)
+    return Health(found.state, tuple(map(row.words.told, found.reasons)))
+
+
+def _examined(row: Row, rows: Sequence[Row]) -> Health:
+    """Check the attack of a trial.
 
     A rate that is high was not reached by a broken attack. A low one may be low because the attack is broken, because
     it stopped early, or because its objective prefers other images: then the update does not say enough. That takes
@@ -326,4 +332,5 @@ def descent(row: Row) -> str:
     start, end, truth = (row.health(name) for name in ("objective_initial", "objective", "objective_truth"))
     if start is None and end is None:
         return ""
-    return f"objective {number(start)} → {number(end)}" + ("" if truth is None else f", true images {number(truth)}")
+    aim = "" if truth is None else f", true {row.words.plural} {number(truth)}"
+    return f"objective {number(start)} → {number(end)}{aim}"

@@ -27,6 +27,7 @@ from gradveil.audit.run_directory import UNFIT, Run, Trial
 from gradveil.audit.threat_model import scope, threat_model, untried
 from gradveil.audit.verdict import LEVELS, Level, Verdict, verdicts
 from gradveil.core.formatting import DASH, duration, interval, listing, percent, plural, size
+from gradveil.core.space import ExampleWords
 from gradveil.defences.guarantees import NOTHING
 from gradveil.federated.training_groups import proven
 
@@ -348,14 +349,15 @@ def explained(found: Findings) -> Iterator[str]:
     for level, (label, meaning) in LEVELS.items():
         if level in levels:
             yield f"{label}: {meaning}."
-    some = found.finished[0].words.plural if found.finished else "images"
+    words = found.finished[0].words if found.finished else ExampleWords()
+    some = words.plural
     yield f"Identifiable: {some} recovered and nearest to their own among all private {some}, with a 95% interval."
     yield f"Baseline: the share of identifiable {some} that the best guess, which sees no update, is expected to reach."
     yield "Risk: the rate beyond baseline and mismatch control, as a share of what was left to gain, with its interval."
     states = {examine(row, found.finished).state for row in found.finished}
     for state, (label, meaning) in STATES.items():
         if state in states:
-            yield f"Attack check, {label}: {meaning}."
+            yield f"Attack check, {label}: {words.told(meaning)}."
     kinds = {row.attacker for row in found.finished} - {"undefended"}
     for kind, (short, _) in ATTACKERS.items():
         if kind in kinds:

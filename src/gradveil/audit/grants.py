@@ -75,7 +75,8 @@ def openly(experiment: Experiment, attack: Attack, simulated_client: Client) -> 
         public = Batch(
             experiment.public.inputs.to(experiment.config.device, experiment.dtype), experiment.public.targets
         )
-        grants.append(f"public: {len(experiment.public)} images of the same kind, none of a target client")
+        some = f"{len(experiment.public)} {experiment.space.words.plural}"
+        grants.append(f"public: {some} of the same kind, none of a target client")
     if simulated_client.domain is not None and simulated_client.domain.public is not None and simulated_client.batch:
         grants.append(
             f"public: the {len(simulated_client.domain.public)} images that the defence mixes with, not which it drew"

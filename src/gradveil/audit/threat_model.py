@@ -50,10 +50,11 @@ def unknown_to_all(rows: Sequence[Row]) -> str:
 
 
 def scope(rows: Sequence[Row], config: Mapping[str, Any]) -> str:
-    """State what an audit covers, images, and what these trials left untried, each with the setting that tries it."""
+    """State what an audit covers and what these trials left untried, each with the setting that tries it."""
     missing = [f"{name} ({setting})" for name, setting in untried(rows, config)]
     rest = f" Not tried: {listing(missing)}." if missing else ""
-    covers = "Scope: reconstruction of images, no other data and no inference of membership or properties."
+    some = rows[0].words.plural if rows else "images"
+    covers = f"Scope: reconstruction of {some}, no other data and no inference of membership or properties."
     return f"{covers}{rest}"
 
 

@@ -40,6 +40,17 @@ class ExampleWords:
         """Several examples."""
         return f"{self.noun}s"
 
+    def told(self, text: str) -> str:
+        """Return a text that was written for images in the words of this kind.
+
+        >>> ExampleWords("rows", "row", "cells", "cells right").told("SSIM of the true images, or an image's")
+        "cells right of the true rows, or a row's"
+        """
+        if self.kind == ExampleWords.kind:
+            return text
+        text = text.replace("an image", f"a {self.noun}").replace("an SSIM", f"{self.metric}")
+        return text.replace("SSIM", self.metric).replace("image", self.noun).replace("Image", self.noun.capitalize())
+
     def record(self) -> dict[str, str]:
         """Return what a trial's record says of them: nothing of images, of which older records know no other kind."""
         return {} if self == ExampleWords() else asdict(self)

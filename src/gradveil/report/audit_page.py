@@ -109,6 +109,7 @@ def context(run: Run, costs: Costs | None = None) -> dict[str, Any]:
         "exhibits": shown,
         "halls": halls(shown),
         "row_tables": shown_rows(shown),
+        "has_sentences": any(row.info.get("sentences") for row in rows),
         "pictures": pictures,
         "names": names,
         "control": result.control,

@@ -23,10 +23,14 @@ def legend(result: Findings, thresholds: Sequence[float]) -> list[tuple[str, Ter
     levels = {entry.level for entry in result.entries}
     states = {examine(row, result.finished).state for row in result.finished}
     kinds = {row.attacker for row in result.finished} - {"undefended"}
+    words = result.finished[0].words if result.finished else ExampleWords()
     groups: list[tuple[str, Terms]] = [
         ("Verdicts", [(label, f"{meaning}.") for level, (label, meaning) in LEVELS.items() if level in levels]),
         ("Scores", _scores(thresholds, rows[0].words) if rows else []),
-        ("Attack checks", [(label, f"{meaning}.") for state, (label, meaning) in STATES.items() if state in states]),
+        (
+            "Attack checks",
+            [(label, f"{words.told(told)}.") for state, (label, told) in STATES.items() if state in states],
+        ),
         ("Attackers", [(KINDS[kind], ": ".join(ATTACKERS[kind]) + ".") for kind in KINDS if kind in kinds]),
     ]
     return [(title, terms) for title, terms in groups if terms]
@@ -34,7 +38,7 @@ def legend(result: Findings, thresholds: Sequence[float]) -> list[tuple[str, Ter
 
 def _scores(thresholds: Sequence[float], words: ExampleWords) -> Terms:
     limit = " or ".join(number(each) for each in thresholds)
-    guesses = ", ".join(meaning for _, meaning in BASELINES.values())
+    guesses = words.told(", ".join(meaning for _, meaning in BASELINES.values()))
     return [
         (
             "Recovered",

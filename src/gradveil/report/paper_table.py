@@ -21,6 +21,7 @@ from gradveil.audit.run_directory import UNFIT, Run
 from gradveil.audit.verdict import LEVELS, Verdict
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.formatting import DASH, duration, interval, listing, percent, plural
+from gradveil.core.space import ExampleWords
 from gradveil.metrics import wilson
 from gradveil.report.choices import ALL, Choices, TableChoices
 from gradveil.report.setting_titles import distinct_titles, file_digests
@@ -174,7 +175,8 @@ class AttackerResult:
 
     def scores(self, name: str) -> list[float]:
         """Return a score of every image that has it."""
-        values = (scores.get(name) for row in self.rows for _, _, scores in row.scores())
+        named = [(row.words.headline if name == "ssim" else name, row) for row in self.rows]
+        values = (scores.get(key) for key, row in named for _, _, scores in row.scores())
         return [float(value) for value in values if value is not None]
 
     def hits(self, metric: str) -> int:
@@ -247,7 +249,8 @@ class Matrix:
             "Accuracy: of the model in training, with its standard error." if self.costed else "",
             *((self.findings.guess, self.findings.control) if {*self.metrics} & {*RATES} else ()),
         ]
-        return " ".join(filter(None, sentences))
+        words = next((row.words for entry in self.entries.values() for row in entry.rows), ExampleWords())
+        return words.told(" ".join(filter(None, sentences)))
 
     def _meaning(self, metric: str) -> str:
         """Describe a metric in the caption."""

@@ -14,6 +14,7 @@ from gradveil.audit.result_rows import BASELINES, Row, TrialSetting
 from gradveil.audit.run_directory import Trial
 from gradveil.audit.verdict import LEVELS, price, verdicts
 from gradveil.core.formatting import duration, listing, number, percent, size
+from gradveil.core.space import ExampleWords
 from gradveil.federated.training_groups import proven
 from gradveil.report.pareto import front_of, fronts_by_defence
 from gradveil.report.table import Column, as_csv, text_column
@@ -36,6 +37,14 @@ def _statuses(row: Row) -> str:
 
 def _score(key: str, title: str, meaning: str) -> Column[Row]:
     return Column(key, title, meaning, lambda row: row.summary.get(f"{key}_mean", row.mean(key)), number)
+
+
+def _headline(row: Row) -> Any:
+    return row.summary.get(f"{row.words.headline}_mean", row.headline)
+
+
+def _spread(row: Row) -> Any:
+    return row.summary.get(f"{row.words.headline}_std")
 
 
 def _guess(name: str) -> Column[Row]:
@@ -75,8 +84,8 @@ COLUMNS: tuple[Column[Row], ...] = (
         lambda row: row.control("wrong_target_client"),
         percent,
     ),
-    _score("ssim", "SSIM", "structural similarity, mean"),
-    Column("ssim_std", "SSIM std", "its standard deviation over images", _sum("ssim_std"), number),
+    Column("ssim", "SSIM", "mean SSIM", _headline, number),
+    Column("ssim_std", "SSIM std", "its standard deviation over images", _spread, number),
     Column("ssim_max", "SSIM max", "highest of all images", lambda row: max(row.headlines, default=None), number),
     Column("ssim_min", "SSIM min", "lowest of all images", lambda row: min(row.headlines, default=None), number),
     Column(
@@ -238,11 +247,13 @@ DOUBT = "the attack may be broken, or guess"
 def columns(rows: Sequence[Row]) -> list[Column[Row]]:
     """Choose the columns: all but the optional ones that are empty."""
     result: list[Column[Row]] = []
+    words = rows[0].words if rows else ExampleWords()
     comparisons, further = _comparisons(rows), _further(rows)
     for column in [each for base in COLUMNS for each in (base, *(further if base.key == "lpips" else ()))]:
         is_filled = any(column.get(row) is not None or column.missing_reason(row) for row in rows)
         if is_filled or column.key not in _OPTIONAL:
-            shown = replace(column, flag=lambda row: _doubt(row, rows)) if column.key == "asr" else column
+            shown = replace(column, title=words.told(column.title), meaning=words.told(column.meaning))
+            shown = replace(shown, flag=lambda row: _doubt(row, rows)) if column.key == "asr" else shown
             result += [shown, comparisons[column.key]] if column.key in comparisons else [shown]
     return result
 
