@@ -11,8 +11,10 @@ from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.tree import tmap
-from gradveil.core.types import Multiplier, Stage, Transform
+from gradveil.core.types import Batch, Multiplier, Stage, Transform
 from gradveil.defences import Clip, Gaussian, chain, parse
+from gradveil.defences.additive_noise import Laplacian
+from gradveil.nn.models.token_transformers import small_encoder
 from gradveil.theory.accounting import Participation, epsilon
 from tests.laws.cases import Tiny, draw_batch
 
@@ -104,9 +106,30 @@ WRONG = {
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_faulty_client_violates_its_claim(fault: str) -> None:
-    found = audited(WRONG[fault], claimed=CLAIM, unit="example")
+    found = audited(WRONG[fault], claimed=CLAIM, unit="example", normal=True)
     assert found.violated, str(found)
     assert found.plain()["violated"]
+
+
+def test_only_noise_that_is_normal_by_its_accountant_or_its_author_gets_the_bound_of_normal_noise() -> None:
+    own = Client(Tiny(), step=chain(clip=HONEST_CLIP, noise=Laplacian(0.2)))
+    assert audited(own, claimed=9.0, unit="example").bound.gaussian is None
+    assert audited(own, claimed=9.0, unit="example", normal=True).bound.gaussian is not None
+    assert audited(parse("dp(clip=1, sigma=1)")(PLAIN), claimed=9.0).bound.gaussian is not None
+
+
+@pytest.mark.parametrize("defence", ["dp(clip=1, sigma=1)", "user-dp(clip=1, sigma=1)"])
+def test_updates_of_texts_are_audited(defence: str) -> None:
+    client = parse(defence)(Client(small_encoder(vocabulary=20, length=6, width=16)))
+    texts = Batch(torch.tensor([[1, 4, 5, 2, 0, 0], [1, 7, 8, 9, 2, 0]]), torch.tensor([0, 1]))
+    found = audit_epsilon(client, texts, replays=300)
+    assert 0 < found.found <= found.claimed
+
+
+def test_claims_and_deltas_out_of_range_are_refused_together() -> None:
+    with pytest.raises(GradveilError) as caught:
+        audited(PLAIN, claimed=-1.0, unit="example", delta=2.0)
+    assert [problem.where for problem in caught.value.problems] == ["delta", "claimed"]
 
 
 def test_deployed_client_is_consistent_and_its_noise_is_audited() -> None:

@@ -8,6 +8,7 @@ from gradveil.attacks.malicious.planted_block import Imprint
 from gradveil.audit.grants import active_facts, received
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.result_rows import Row
+from gradveil.audit.run_file import read
 from gradveil.audit.threat_model import threat_model
 from gradveil.audit.verdict import price, verdicts
 from gradveil.core.errors import GradveilError
@@ -137,3 +138,12 @@ def test_recorded_updates_and_trained_clients_are_of_the_honest_model(tmp_path: 
     plan = {"clients": 2, "rounds": 1, "images": 40, "batch": 4}
     with pytest.raises(GradveilError, match="of a training keep is of the model as it was"):
         open_experiment(config(defences=["none"], attacks=["rob"], train=plan))
+
+
+@pytest.mark.parametrize(("data", "kind"), [("census", "rows"), ("reviews", "texts")])
+def test_malicious_server_without_an_attack_on_a_kind_is_refused(data, kind):
+    settings = {"attacks": ["malicious"], "iterations": None, "restarts": None}
+    with pytest.raises(GradveilError) as caught:
+        open_experiment(read(data, settings))
+    assert [problem.where for problem in caught.value.problems] == ["attacks"]
+    assert f"no attack on {kind}" in caught.value.problems[0].what

@@ -1,5 +1,6 @@
 """Tables from files and frames: kinds of columns, splits, what is refused."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,8 @@ def test_the_bundled_sample_has_half_of_each_class_and_no_row_twice() -> None:
 def test_values_that_are_not_public_are_other_and_missing_numbers_are_the_mean() -> None:
     words, numbers = fitted("job", ["a", "b", None]), fitted("pay", [float(i) for i in range(20)])
     assert placed_values(words, ["b", "z", None]).tolist() == [1.0, 2.0, 2.0]
-    assert placed_values(numbers, [3.0, None]).tolist() == [3.0, 9.5]
+    assert placed_values(numbers, [3.0, None, math.nan]).tolist() == [3.0, 9.5, 9.5]
+    assert fitted("pay", [*(float(i) for i in range(20)), math.nan]).mean == 9.5
 
 
 def test_private_rows_change_no_statistic() -> None:
@@ -74,6 +76,7 @@ def test_every_fourth_row_of_a_class_is_private() -> None:
         ("a,label\n1,x\n2\n", "line 3 has 1 cells"),
         ("label\n0\n1\n0\n0\n0\n", "no column beside the label"),
         ("a,label\n1,0\n2,\n3,0\n4,0\n5,0\n", "has no label"),
+        ("a,label\ninf,0\n2,0\n3,0\n4,0\n", "infinite"),
         ("a,label\n1,0.5\n2,0.5\n3,0.5\n4,0.5\n", "fractions"),
     ],
 )

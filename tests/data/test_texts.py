@@ -41,7 +41,12 @@ def test_a_file_of_texts_is_shared_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "where"), [("text,label\n,1\na,1\nb,1\nc,1\n", "data"), ("a,label\nx,1\ny,1\n", "data")]
+    ("content", "where"),
+    [
+        ("text,label\n,1\na,1\nb,1\nc,1\n", "data"),
+        ("a,label\nx,1\ny,1\n", "data"),
+        ("text,label\na,\nb,\nc,\nd,\n", "data"),
+    ],
 )
 def test_a_file_without_texts_is_refused(tmp_path, content, where):
     path = tmp_path / "notes.csv"

@@ -37,6 +37,12 @@ def test_identification_needs_a_shared_word():
     assert SPACE.identified(nothing, torch.tensor([0, 1]), gallery).tolist() == [False, False]
 
 
+def test_guess_that_is_as_near_to_several_texts_identifies_none_and_copies_count_as_one():
+    gallery = torch.tensor([[1, 3, 4, 2, 0], [1, 3, 5, 2, 0], [1, 6, 7, 2, 0], [1, 6, 7, 2, 0]])
+    common = torch.tensor([[1, 3, 2, 0, 0], [1, 3, 2, 0, 0], [1, 6, 2, 0, 0]])
+    assert SPACE.identified(common, torch.tensor([0, 1, 2]), gallery).tolist() == [False, False, True]
+
+
 def test_numbers_outside_of_the_vocabulary_are_a_problem():
     assert not list(SPACE.problems(TRUTH[0]))
     assert [p.where for p in SPACE.problems(TRUTH[0] + 9)] == ["inputs"]

@@ -1,5 +1,6 @@
 """Lower bounds of epsilon: published values, and never above the truth."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,3 +33,12 @@ def test_bound_from_scores_is_below_the_truth_and_near_it(sigma: float, truth: f
 def test_scores_without_signal_bound_nothing():
     draws = torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
     assert from_scores(draws[0].tolist(), draws[1].tolist(), 1e-5).best == pytest.approx(0, abs=0.3)
+
+
+def test_bound_for_normal_noise_is_no_bound_for_laplace_noise():
+    random = np.random.default_rng(0)
+    absent = random.laplace(0.0, 1.0, 20000)
+    present = random.laplace(1.0, 1.0, 20000)  # epsilon 1, delta 0
+    found = from_scores(list(present), list(absent), 1e-5)
+    assert 0.8 < found.epsilon < 1 < (found.gaussian or 0)
+    assert from_scores(list(present), list(absent), 1e-5, normal=False).best == found.epsilon

@@ -86,5 +86,12 @@ def test_opposite_gradients_reach_the_bound():
 
 
 def test_unbiased_attackers_have_the_printed_error():
-    assert [round(unbiased_error(mu), 4) for mu in (1.0, 2.0)] == [0.1455, 0.0047]
+    assert [round(unbiased_error(mu), 4) for mu in (0.5, 1.0)] == [0.1455, 0.0047]
     assert (unbiased_error(0.0), unbiased_error(1e3)) == (math.inf, 0.0)
+
+
+def test_bound_of_unbiased_attackers_holds_where_two_values_of_an_example_are_two_clip_norms_apart():
+    # Sent is +1 or -1 plus normal noise. The likelihood ratio, centred and scaled, is unbiased for both values.
+    apart = 2.0
+    least = 1 / math.expm1(apart**2)  # the variance of (ratio - 1) / (e^4 - 1) where the value is 0
+    assert unbiased_error(1.0) <= least < 1 / (4 * math.expm1(1.0))

@@ -1,8 +1,9 @@
 """Canaries: examples made so that a client's update shows whether they were in it.
 
-A canary is chosen among noise images, small and large, of every class: the one that moves the client's noiseless update
-furthest, and of those the one with the longest gradient. A clip makes most of them equally far; without a working clip
-the longest gradient wins. Nothing here depends on private data but the update of the other examples.
+A canary is chosen among noise images, small and large, of every class, or among texts of random words: the one that
+moves the client's noiseless update furthest, and of those the one with the longest gradient. A clip makes most of them
+equally far; without a working clip the longest gradient wins. Nothing here depends on private data but the update of
+the other examples.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
+from gradveil.nn.token_layout import TokenModel
 from gradveil.theory.accounting import Unit
 
 CANDIDATES = 24
@@ -75,7 +77,7 @@ def craft(client: Client, others: Batch, unit: Unit, classes: int, key: Key) -> 
     An example is added to the others; under Poisson sampling it is there in both worlds, and never drawn in one. A
     client is replaced: all of its examples are one noise image, or another.
     """
-    found = [_pair(client, others, unit, image, label) for image, label in candidates(others, classes, key)]
+    found = [_pair(client, others, unit, image, label) for image, label in candidates(client, others, classes, key)]
     directions = [present.clean(client) - absent.clean(client) for present, absent in found]
     lengths = [float(direction.norm()) if direction.isfinite().all() else 0.0 for direction in directions]
     if not max(lengths) > 0:
@@ -92,19 +94,34 @@ def _length(pair: tuple[World, World], bare: Client) -> float:
     return length if length < torch.inf else 0.0
 
 
-def candidates(others: Batch, classes: int, key: Key) -> list[tuple[Tensor, int]]:
-    """Draw noise images with labels."""
-    generator, shape = key.child(Stream.CANDIDATES).generator(), others.inputs.shape[1:]
-    drawn = [torch.randn(shape, generator=generator) for _ in range(CANDIDATES)]
+def candidates(client: Client, others: Batch, classes: int, key: Key) -> list[tuple[Tensor, int]]:
+    """Draw noise images, or texts of random words, with labels."""
+    drawn = noise_inputs(client, others, CANDIDATES, key)
+    scales = SCALES if drawn.is_floating_point() else SCALES[:1]
     like = others.inputs
-    return [((scale * image).to(like), place % classes) for scale in SCALES for place, image in enumerate(drawn)]
+    return [((scale * image).to(like), place % classes) for scale in scales for place, image in enumerate(drawn)]
+
+
+def noise_inputs(client: Client, others: Batch, count: int, key: Key) -> Tensor:
+    """Draw inputs of the others' shape: standard normal numbers, or random words where a model reads token numbers."""
+    generator, shape = key.child(Stream.CANDIDATES).generator(), (count, *others.inputs.shape[1:])
+    if others.inputs.is_floating_point():
+        return torch.randn(shape, generator=generator)
+    if not isinstance(client.model, TokenModel):
+        what = (
+            f"takes {others.inputs.dtype} inputs, and {type(client.model).__name__} names no words to make canaries of"
+        )
+        raise fail("client", what, "wrap the model in a TokenModel, or audit one that takes floating-point inputs")
+    words = len(client.model.layout.word_table(client.params()))
+    return torch.randint(words, shape, generator=generator)
 
 
 def _pair(client: Client, others: Batch, unit: Unit, image: Tensor, label: int) -> tuple[World, World]:
     targets, count = others.targets, len(others.targets)
     if unit == "client":
         one = Batch(image.expand_as(others.inputs).contiguous(), torch.full_like(targets, label))
-        other = Batch((-image).expand_as(others.inputs).contiguous(), torch.full_like(targets, (label + 1) % 2))
+        opposite = -image if image.is_floating_point() else image.flip(0)
+        other = Batch(opposite.expand_as(others.inputs).contiguous(), torch.full_like(targets, (label + 1) % 2))
         return World(one), World(other)
     more = Batch(torch.cat([others.inputs, image[None]]), torch.cat([targets, targets.new_tensor([label])]))
     if client.local is not None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from gradveil.assurance.canaries import flat
+from gradveil.assurance.canaries import flat, noise_inputs
 from gradveil.assurance.replay_audit import EpsilonAudit, promised
 from gradveil.client import Client
 from gradveil.core.errors import Problem, refuse
@@ -22,6 +22,7 @@ from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
 from gradveil.defences.guarantees import examine
 from gradveil.nn.module_paths import count_classes
+from gradveil.theory.accounting import POSITIVE, PROBABILITY
 from gradveil.theory.epsilon_lower_bound import EpsilonBound, from_guesses
 
 
@@ -45,7 +46,10 @@ def one_run_audit(
     """
     count = len(canaries.targets)
     chosen = count - count % 2 if guesses is None else guesses
-    refuse([*_problems(client, update, included, count, chosen)])
+    problems = [*_problems(client, update, included, count, chosen, others)]
+    problems += PROBABILITY.problems("delta", delta)
+    problems += [] if claimed is None else POSITIVE.problems("claimed", claimed)
+    refuse(problems)
     inside = included.bool()
     kept = [Batch(canaries.inputs[inside], canaries.targets[inside]), *([] if others is None else [others])]
     whole = Batch(*(torch.cat(parts) for parts in zip(*kept, strict=True)))
@@ -74,7 +78,7 @@ def rehearsed_run(
     refuse([] if count >= 2 else [Problem("canaries", f"are {count}", "give at least 2")])
     key = Key(seed, (Stream.CANARY,))
     classes = count_classes(client.model, others.inputs[:1], int(others.targets.max()) + 1)
-    images = torch.randn((count, *others.inputs.shape[1:]), generator=key.child(Stream.CANDIDATES).generator())
+    images = noise_inputs(client, others, count, key)
     canaries = Batch(images.to(others.inputs), torch.arange(count).to(others.targets) % classes)
     included = torch.rand(count, generator=key.child(Stream.SELECTED).generator()) < 0.5
     whole = Batch(
@@ -100,7 +104,7 @@ def _noise(client: Client, batch: Batch) -> float:
 
 
 def _problems(
-    client: Client, update: Mapping[str, Tensor], included: Tensor, count: int, chosen: int
+    client: Client, update: Mapping[str, Tensor], included: Tensor, count: int, chosen: int, others: Batch | None
 ) -> Iterator[Problem]:
     if client.local is not None or client.members > 1:
         yield Problem("client", "trains locally, or is a group", "audit a client that sends one gradient")
@@ -108,5 +112,7 @@ def _problems(
         yield Problem("update", f"lacks {', '.join(missing)}", "give every trained parameter")
     if included.shape != (count,):
         yield Problem("included", f"has shape {tuple(included.shape)}", f"give one flag for each of {count} canaries")
+    if others is None and not bool(included.any()):
+        yield Problem("included", "names no canary, and there are no others: nothing was sent", "give the others")
     if chosen % 2 or not 0 < chosen <= count:
         yield Problem("guesses", f"are {chosen} of {count}", "give an even number, at most that of the canaries")

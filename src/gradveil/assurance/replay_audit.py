@@ -28,7 +28,7 @@ from gradveil.defences.deployed_noise import deployed as with_deployed_noise
 from gradveil.defences.guarantees import Mechanism, examine, stages
 from gradveil.defences.privacy_warnings import one_update
 from gradveil.nn.module_paths import count_classes
-from gradveil.theory.accounting import PROBABILITY, Participation, Unit, composed
+from gradveil.theory.accounting import POSITIVE, PROBABILITY, Participation, Unit, composed
 from gradveil.theory.epsilon_lower_bound import EpsilonBound, from_scores
 
 _VALUES = 2**24
@@ -86,6 +86,7 @@ def audit_epsilon(
     delta: float = 1e-5,
     claimed: float | None = None,
     unit: Unit | None = None,
+    normal: bool = False,
     deployed: bool = False,
     seed: int = 0,
 ) -> EpsilonAudit:
@@ -93,16 +94,18 @@ def audit_epsilon(
 
     `batch` are the other examples. `claimed` is the epsilon that the client promises for one update, by default what
     the accountant computes from its clips and noise; a client of your own classes promises nothing by itself, so give
-    it, and the `unit`. `deployed` replays the code of a Flower client instead: exact clips, and noise on a grid from
+    it, and the `unit`. If that claim is for `normal` noise on one sum, say so: the bound is then sharper. It is wrong
+    for other noise. `deployed` replays the code of a Flower client instead: exact clips, and noise on a grid from
     the operating system's secret, which no seed repeats.
     """
     refuse(
         [
             *PROBABILITY.problems("delta", delta),
+            *([] if claimed is None else POSITIVE.problems("claimed", claimed)),
             *([] if replays >= 20 else [Problem("replays", f"are {replays}", "give at least 20")]),
         ]
     )
-    promise = promised(client, batch, delta, claimed, unit)
+    promise = promised(client, batch, delta, claimed, unit, normal=normal)
     if reasons := unsupported(client, promise.unit):
         remedy = "audit the same defence with client.members=1 and one gradient, or local.sampling = poisson"
         raise fail("client", " and ".join(reasons), remedy)
@@ -127,7 +130,9 @@ class _Promise:
     """Whether one update is normal noise around one of two points, so that its epsilon follows from their distance."""
 
 
-def promised(client: Client, batch: Batch, delta: float, claimed: float | None, unit: Unit | None) -> _Promise:
+def promised(
+    client: Client, batch: Batch, delta: float, claimed: float | None, unit: Unit | None, *, normal: bool = False
+) -> _Promise:
     """Return what a client promises for one update, or what is claimed for it."""
     sound = [each for each in examine(client, batch).sound if unit in (None, each.unit)]
     if not sound and (claimed is None or unit is None):
@@ -135,8 +140,9 @@ def promised(client: Client, batch: Batch, delta: float, claimed: float | None, 
         raise fail("client", f"has no formal guarantee{f' of each {unit}' if unit else ''} to audit", remedy)
     whose: Unit = sound[0].unit if sound else unit or "example"
     neighbours = "replaced" if whose == "client" else "added or removed"
-    # The bound for normal noise takes one release of it; a sample of examples makes a mixture.
-    normal = client.local is None or whose == "client"
+    # The bound for normal noise takes one release of it; a sample of examples makes a mixture. Other noise, such as
+    # Laplace's, may have a far smaller epsilon at the same distance.
+    normal = (bool(sound) or normal) and (client.local is None or whose == "client")
     if claimed is not None:
         return _Promise(whose, neighbours, claimed, normal)
     return _Promise(whose, neighbours, _accounted(client, batch, sound[0], delta), normal)

@@ -37,6 +37,7 @@ from gradveil.audit.attack_selection import (
     attacks_against,
     auto_budget,
     is_adaptive,
+    nothing_to_try,
     stands_for_many,
     without_aim,
 )
@@ -197,6 +198,8 @@ def audit_model(
     sound, title_of_model, done = not problems, type(model).__name__, []
     kind = "images" if space is None else space.words.kind
     whole = _spelled_out(attacks, defences, public is not None, kind)
+    if attacks and not whole:
+        refuse([*problems, nothing_to_try(attacks, kind)])
     tried = named("attacks", _without_aim(whole), partial(_attack, settings), problems)
     against = named("defences", defences, partial(parse, own=True), problems)
     problems += _unmet(whole, list(against))

@@ -25,7 +25,8 @@ from gradveil.attacks.learned import Learned
 from gradveil.attacks.protocol import Active, Attack
 from gradveil.audit.attackers.attacker_table import aimed_by
 from gradveil.audit.audit_config import AUTO, RunConfig
-from gradveil.core.errors import GradveilError
+from gradveil.core.errors import GradveilError, Problem
+from gradveil.core.formatting import listing
 from gradveil.core.user_code import users
 from gradveil.data.registry import kind_of
 from gradveil.defences import entries, parse
@@ -356,6 +357,12 @@ def pairs(config: RunConfig) -> list[tuple[str, str]]:
     against = {defence: met(config, defence) for defence in config.defences}
     every = dict.fromkeys(text for texts in against.values() for text in texts)
     return [(text, defence) for text in every for defence, texts in against.items() if text in texts]
+
+
+def nothing_to_try(attacks: Iterable[object], kind: str) -> Problem:
+    """Say that these attacks of a run stand for none: nobody has published a malicious server for every kind."""
+    what = f"{listing(map(str, attacks))} stands for no attack on {kind}"
+    return Problem("attacks", what, f"choose {ADAPTIVE}, or name an attack on {kind}")
 
 
 def _name(config: RunConfig, seed: int, index: int, defence: str, attack: str, stage: int | None, control: bool) -> str:

@@ -12,7 +12,15 @@ from torch import nn
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.protocol import Attack, CanRefuse, Prospect
 from gradveil.audit.argument_checks import declared
-from gradveil.audit.attack_selection import UNDEFENDED, WORDS, control_attacks, met, without_aim
+from gradveil.audit.attack_selection import (
+    UNDEFENDED,
+    WORDS,
+    control_attacks,
+    met,
+    nothing_to_try,
+    pairs,
+    without_aim,
+)
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.recorded.recorded_updates import observed_images, open_observed
@@ -23,6 +31,7 @@ from gradveil.core.errors import UNFIT, GradveilError, Problem, refuse
 from gradveil.core.formatting import listing
 from gradveil.core.types import Batch
 from gradveil.data import DATASETS, Dataset, located
+from gradveil.data.registry import kind_of
 from gradveil.defences import Defence, parse
 from gradveil.defences.user_defence import faults
 from gradveil.federated.training_setup import device_problems, initial_model, open_images
@@ -135,7 +144,7 @@ def _obstacles(experiment: Experiment) -> Iterator[Problem | _Meeting]:
             f"lower target clients, first_target_client or client.batch; at most {available // size} target clients"
         )
         if available < size:
-            remedy = f"lower client.batch: one update of at most {available} images; or give more of them"
+            remedy = f"lower client.batch: one update of at most {available} {some}; or give more of them"
         yield Problem("target_clients", what, remedy)
         return
     try:
@@ -241,6 +250,8 @@ def open_experiment(config: RunConfig, data_dir: Path | None = None, checked: bo
     """
     problems = list(device_problems(config.device, config.precision))
     problems += _bundled_problems(config)
+    if not pairs(config):
+        problems.append(nothing_to_try(config.attacks, kind_of(config.data.name)))
     refuse(problems)
     defences = {text: parse(text, own=True) for text in config.defences}
     weights = read_weights(located(config.model.weights, data_dir)) if config.model.weights else {}

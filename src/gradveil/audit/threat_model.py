@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from gradveil.audit.attack_selection import planted_for
 from gradveil.audit.audit_config import AUTO
 from gradveil.audit.budgets import AUTO_SECONDS, read_budget
 from gradveil.audit.result_rows import Row
@@ -62,7 +63,8 @@ def untried(rows: Sequence[Row], config: Mapping[str, Any]) -> list[tuple[str, s
     if rows and not any(row.attacker in ("undefended", "adaptive") for row in rows):
         missing.append(("adaptive attacks", "attack adaptive"))
     if rows and not any("observed" in row.info for row in rows):
-        missing += [] if any(row.planted for row in rows) else [("a malicious server", "attack malicious")]
+        sent = "attack malicious" if planted_for("none", rows[0].words.kind) else f"no attack on {rows[0].words.kind}"
+        missing += [] if any(row.planted for row in rows) else [("a malicious server", sent)]
         missing += [] if any(row.setting.batch > 1 for row in rows) else [("batches", "client.batch")]
         missing += [] if any(row.local for row in rows) else [("local training", "client.local")]
         weights = (config.get("model") or {}).get("weights")

@@ -7,9 +7,10 @@ import gzip
 import hashlib
 import importlib.resources
 import io
+import math
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,7 +98,12 @@ def of_frame(frame: Any) -> Values:
         return frame.to_pydict()
     made = frame.to_dict(as_series=False) if hasattr(frame, "get_columns") else frame
     made = made.to_dict("list") if hasattr(made, "iloc") else made
-    return {str(name): [None if value != value else value for value in values] for name, values in made.items()}
+    return {str(name): [None if _missing(value) else value for value in values] for name, values in made.items()}
+
+
+def _missing(value: Any) -> bool:
+    """Report whether a cell is empty: None, not a number, or pandas' NA, which has no truth value."""
+    return value is None or type(value).__name__ == "NAType" or bool(value != value)
 
 
 def table(frame: Any, label: str | None = None, private: Any = None) -> Splits:
@@ -164,7 +170,7 @@ def _made(
 
 def fitted(name: str, values: Sequence[Any]) -> TableColumn:
     """Learn a column from its public values: text, and whole numbers with at most ten values, are categories."""
-    known = [value for value in values if value is not None]
+    known = [value for value in values if not _missing(value)]
     whole = all(isinstance(value, int) for value in known)
     words = any(isinstance(value, str | bool) for value in known)
     if words or (whole and len({*known}) <= FEW):
@@ -188,7 +194,7 @@ def placed_values(column: TableColumn, values: Sequence[Any]) -> Tensor:
         places = {level: place for place, level in enumerate(column.levels)}
         rest = places[OTHER]
         return torch.tensor([places.get(str(value), rest) for value in values], dtype=torch.float64)
-    return torch.tensor([column.mean if value is None else value for value in values], dtype=torch.float64)
+    return torch.tensor([column.mean if _missing(value) else value for value in values], dtype=torch.float64)
 
 
 def label_of(values: Values, name: str, label: str | None) -> str:
@@ -221,19 +227,30 @@ def _problems(halves: Halves, target: str, name: str) -> Sequence[Problem]:
     for split, half in zip(("public", "private"), halves, strict=True):
         if len(half[target]) == 0:
             found.append(Problem(where, f"has no {split} rows", "give more rows"))
-        if None in half[target]:
-            row = list(half[target]).index(None)
-            found.append(Problem(where, f"row {row} of the {split} rows has no label", "remove it, or name the label"))
-        sorts = {isinstance(value, str) for value in half[target]}
-        if len(sorts) > 1 or any(isinstance(v, float) for v in half[target]):
-            found.append(Problem(where, f"'{target}' mixes text and numbers, or holds fractions", "name classes"))
+    found += label_problems(halves, target, name)
     for column, values in halves.public.items():
-        if all(value is None for value in values):
+        if all(map(_missing, values)):
             found.append(Problem(where, f"column '{column}' has no public value", "remove it"))
         wrong = {type(v).__name__ for v in values} - {"str", "int", "float", "bool", "NoneType"}
         if wrong:
             found.append(Problem(where, f"column '{column}' holds {wrong.pop()}", "give text and numbers"))
+        if any(isinstance(value, float) and math.isinf(value) for value in (*values, *halves.private[column])):
+            found.append(Problem(where, f"column '{column}' holds infinite numbers", "leave those cells empty"))
     return found
+
+
+def label_problems(halves: Halves, target: str, name: str, some: str = "rows") -> Iterator[Problem]:
+    """Find labels that are missing, or that name no classes."""
+    where = f"data {name!r}"
+    for split, half in zip(("public", "private"), halves, strict=True):
+        missing = next((place for place, value in enumerate(half[target]) if _missing(value)), None)
+        if missing is not None:
+            what = f"number {missing} of the {split} {some} has no label"
+            yield Problem(where, what, "remove it, or name another column of labels")
+            continue
+        sorts = {isinstance(value, str) for value in half[target]}
+        if len(sorts) > 1 or any(isinstance(value, float) for value in half[target]):
+            yield Problem(where, f"'{target}' mixes text and numbers, or holds fractions", "name classes")
 
 
 def _halves(name: str, data_dir: Path | None, label: str | None) -> Halves:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.data.dataset import Dataset, Splits
-from gradveil.data.tables import Halves, Values, label_of, parsed, read_values, shared_out
+from gradveil.data.tables import Halves, Values, label_of, label_problems, parsed, read_values, shared_out
 from gradveil.spaces.text_space import TextSpace
 
 FORM = "texts:"
@@ -120,6 +120,7 @@ def splits_of_texts(halves: Halves, name: str, column: str, target: str, source:
             problems.append(Problem(where, f"text {wrong} of the {split} ones is empty or no string", "remove it"))
         if not len(half[column]):
             problems.append(Problem(where, f"has no {split} texts", "give more"))
+    problems += label_problems(halves, target, name, "texts")
     names = sorted({*halves.public[target]}, key=str)
     if strange := {*halves.private[target]} - {*names}:
         what = f"class {next(iter(strange))!r} is in the private texts only"

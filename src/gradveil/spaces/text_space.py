@@ -147,10 +147,13 @@ class TextSpace(Space):
         return self._closeness(candidates, gallery).topk(count).indices
 
     def identified(self, candidates: Tensor, places: Tensor, gallery: Tensor) -> Tensor:
-        """Return whether no other text is nearer, and the nearest shares at least a word."""
+        """Return whether the own text is strictly the nearest among all that differ from it, and shares a word."""
         closeness = self._closeness(candidates.reshape(-1, *self.shape), gallery)
         own = closeness.gather(1, places.reshape(-1, 1)).squeeze(1)
-        return ((own >= closeness.amax(1)) & (own > 0)).reshape(places.shape)
+        texts = [self.tokens(text) for text in gallery]
+        same = torch.tensor([[texts[place] == text for text in texts] for place in places.flatten().tolist()])
+        others = closeness.masked_fill(same.view_as(closeness), -1).amax(1)
+        return ((own > others) & (own > 0)).reshape(places.shape)
 
     def average(self, views: Tensor) -> Tensor:
         """Return the most frequent token of each position."""

@@ -107,15 +107,16 @@ def total_shift(parts: Sequence[tuple[float, Participation]]) -> float:
 
 
 def unbiased_error(mu: float) -> float:
-    """Compute the least mean squared error per pixel in [0, 1] of attackers without bias: 1 / (4 (e^(mu^2) - 1)).
+    """Compute the least mean squared error per pixel in [0, 1] of attackers without bias: 1 / (4 (e^(4 mu^2) - 1)).
 
-    It follows from Rényi differential privacy of order 2 (Guo, Karrer, Chaudhuri, van der Maaten 2022). Attackers with
-    a prior are biased and may go below it.
+    It follows from Rényi differential privacy of order 2 (Guo, Karrer, Chaudhuri, van der Maaten 2022) between two
+    values of the example: replacing it moves the sum by up to twice the clip norm, hence 2 mu. Attackers with a prior
+    are biased and may go below it.
 
-    >>> round(unbiased_error(1.0), 4), round(unbiased_error(2.0), 4)
+    >>> round(unbiased_error(0.5), 4), round(unbiased_error(1.0), 4)
     (0.1455, 0.0047)
     """
-    square = mu * mu
+    square = 4 * mu * mu
     return 0.0 if square > 700 else math.inf if square == 0 else 1 / (4 * math.expm1(square))
 
 

@@ -88,3 +88,18 @@ def test_a_model_without_known_layers_is_refused_with_a_remedy():
     assert [p.where for p in problems] == ["attack.span"]
     with pytest.raises(GradveilError, match="space"):
         TextSpace((4, 4), ("a",))
+
+
+@pytest.mark.parametrize("ranked", [False, True])
+def test_pruning_that_leaves_no_word_in_the_span_ends_membership_and_not_ranking(ranked):
+    ids, labels = texts(1), torch.zeros(1, dtype=torch.long)
+    client, observation = seen(encoder(), ids, labels)
+    update = {}
+    for name, value in observation.update.items():
+        cutoff = value.abs().flatten().quantile(0.99)
+        update[name] = torch.where(value.abs() >= cutoff, value, 0)
+        if name == "positions.weight":
+            update[name] = torch.zeros_like(value)
+    attack = SpanAttack(ranked=ranked, prior_weight=0.0)
+    found = attack([Observation(observation.params, update, 1, (0,))], client, Knowledge(SPACE, 2), Key(0))
+    assert bool(found.inputs.any()) == ranked

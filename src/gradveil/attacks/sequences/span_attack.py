@@ -159,7 +159,9 @@ class _Client:
                 better = [search.improved(one) for one in tried[: 2 * left]]
                 proved = [one for one in better if one.proved]
                 if not proved:
-                    return found + _distinct(sorted(better, key=lambda one: one.cost), left)
+                    found += _distinct(sorted(better, key=lambda one: one.cost), left)
+                    # A completed gradient has few directions, but not exactly those of the words.
+                    return found or (self._ranked(first) if self.attack.ranked else [])
             level = 0 if proved else level + 1
             peeled = 0
             for one in proved[:left]:

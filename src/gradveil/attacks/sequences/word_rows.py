@@ -26,7 +26,7 @@ class WordRows:
 
     bag: Tensor
     length: int | None
-    """None if the positions were not sent, or are filled by noise."""
+    """None if the positions were not sent, were pruned away, or are filled by noise."""
     shares: Tensor | None
 
 
@@ -50,13 +50,15 @@ def word_rows(update: Mapping[str, Tensor], layout: TokenLayout, most: int) -> W
         bag = sizes.topk(count).indices.sort().values
     else:
         bag = (sizes > 0).nonzero().flatten()
+    if not len(bag):  # pruning left the row of padding alone
+        return None
     rows = None if layout.positions is None else update.get(f"{layout.positions}.weight")
     if rows is None:
         return WordRows(bag, None, None)
     rows = rows.double()[layout.offset :]
     used = rows.norm(dim=1) > 0
-    if filled or bool(used.all()):
+    if filled or bool(used.all()) or not bool(used.any()):
         return WordRows(bag, None, None)
-    length = int(used.nonzero().max()) + 1 if bool(used.any()) else 0
+    length = int(used.nonzero().max()) + 1
     shares = torch.linalg.lstsq(table[bag].T, rows[:length].T, driver="gelsd").solution.T
     return WordRows(bag, length, shares.float())
