@@ -2,12 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from gradveil.assurance.statement import assurance_of
+from gradveil.assurance.statement import _chosen, assurance_of
 from gradveil.assurance.threat_letters import letter_of
+from gradveil.audit.findings import findings_of
 from gradveil.audit.result_rows import Row
 from gradveil.audit.run_directory import Run
 from gradveil.cli.app import run
@@ -55,8 +57,14 @@ def test_statement_holds_guarantee_risks_and_gaps(audit: Run) -> None:
     assert (heuristic.guarantee, heuristic.limits) == ("no formal guarantee", ())
 
 
+def test_setting_that_nobody_could_judge_speaks_before_one_that_held(audit: Run) -> None:
+    verdict = findings_of(audit).verdicts[0]
+    held, open_ = (replace(verdict, level=level) for level in ("not broken", "inconclusive"))
+    assert _chosen([held, open_], verdict.defence, None) is open_
+
+
 def test_page_and_json_have_the_same_fields_and_claim_nothing_more(audit: Run, tmp_path: Path) -> None:
-    entry = {"defence": PRIVATE, "unit": "example", "claimed": 2.0, "at_least": 2.5, "violated": True}
+    entry = {"defence": "dp(clip=1.0, sigma=2.0)", "unit": "example", "claimed": 2.0, "at_least": 2.5, "violated": True}
     file = tmp_path / "epsilon.json"
     file.write_text(json.dumps([entry | {"confidence": 0.95, "delta": 1e-5}, {"defence": "none", "not_audited": "x"}]))
     assert audit.path is not None

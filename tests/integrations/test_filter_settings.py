@@ -47,8 +47,10 @@ def test_sparse_vector_costs_the_values_too(tmp_path):
     assert result.filter.where == "task_result_filters[0].filters[0]"
     assert result.line.endswith("SVTPrivacy: epsilon 70,333 a round, 7,033,310 over 100 rounds")
     assert "703,330 values" in result.problems[0].what
-    assert judged(tmp_path, nvflare(epsilon_release=1.0)).epsilon == pytest.approx(1.1)
     parse(result.defence)
+    released = judged(tmp_path, nvflare(epsilon_release=1.0), parameters=1000)
+    assert released.epsilon == pytest.approx(1.1)
+    assert "noise_var=0.01," in released.defence  # the noise of 100 values that share an epsilon of 1
 
 
 def test_hocon_and_percentile_have_no_epsilon(tmp_path):
@@ -90,6 +92,7 @@ def test_impossible_arguments_are_errors_with_their_place(tmp_path, wrong):
     problems = judged(tmp_path, nvflare(**wrong)).problems
     assert [problem.where.rpartition(".")[2] for problem in problems] == [*wrong]
     assert {problem.severity for problem in problems} == {"error"}
+    assert judged(tmp_path, nvflare("PercentilePrivacy", gamma="much")).defence == ""
 
 
 def test_command_prints_epsilon_problem_and_remedy(tmp_path, capsys):

@@ -47,3 +47,8 @@ def test_numbers_outside_of_the_vocabulary_are_a_problem():
     assert not list(SPACE.problems(TRUTH[0]))
     assert [p.where for p in SPACE.problems(TRUTH[0] + 9)] == ["inputs"]
     assert [p.where for p in SPACE.problems(TRUTH[0].float())] == ["inputs"]
+
+
+def test_record_holds_no_sentence_where_a_run_keeps_scores_only():
+    assert SPACE.of_trial(TRUTH, TRUTH, private=False) == {}
+    assert SPACE.of_trial(TRUTH, TRUTH, private=True)["sentences"][0]["truth"] == "a b c"

@@ -13,6 +13,7 @@ from typing import Any
 
 from gradveil.assurance.threat_letters import THREAT_MODELS, letter_of
 from gradveil.audit.attack_check import examine
+from gradveil.audit.attack_selection import canonical
 from gradveil.audit.baselines import interval_of, risk_of
 from gradveil.audit.defence_costs import Costs, DefenceCost
 from gradveil.audit.error_bound import recovery_sentence
@@ -20,7 +21,7 @@ from gradveil.audit.findings import findings_of
 from gradveil.audit.result_rows import Row
 from gradveil.audit.run_directory import Run
 from gradveil.audit.threat_model import untried
-from gradveil.audit.verdict import LEVELS, Verdict, eligible
+from gradveil.audit.verdict import LEVELS, Level, Verdict, eligible
 from gradveil.core.errors import fail
 from gradveil.core.formatting import interval, listing, number, percent, plural
 from gradveil.core.release import __version__
@@ -99,6 +100,7 @@ class Formal:
     """Proven limits of recovery, in sentences."""
     bounds: tuple[Mapping[str, Any], ...]
     unbiased_error: float | None
+    """Mean squared error per pixel; None for other data than images."""
     audited: str
     """Lower bound of epsilon by an audit of the code."""
 
@@ -183,8 +185,11 @@ def _chosen(found: Sequence[Verdict], defence: str | None, recommended: str | No
     wanted = defence or recommended
     mine = [each for each in found if each.defence == wanted]
     mine = mine or [each for each in found if not each.undefended] or list(found)
-    # Of several settings the worst one speaks.
-    return max(mine, key=lambda each: (each.level in ("broken", "leaks"), each.rate))
+    # Of several settings the worst one speaks; one that nobody could judge is worse than one that held.
+    return max(mine, key=lambda each: (_BADNESS.index(each.level), each.rate))
+
+
+_BADNESS: tuple[Level, ...] = ("not broken", "inconclusive", "not tested", "leaks", "broken")
 
 
 def _system(run: Run, verdict: Verdict, config: Mapping[str, Any]) -> dict[str, str]:
@@ -336,13 +341,20 @@ def _formal(
         f"the server, which sees {seen}, is not trusted",
         tuple(f"{text[0].upper()}{text[1:]}." for text in map(recovery_sentence, bounds)),
         bounds,
-        min((each["mse_unbiased"] for each in bounds if each["of"] == "watched"), default=None),
+        _unbiased(verdict.best, bounds),
         _audited(verdict.defence, audited),
     )
 
 
+def _unbiased(best: Row, bounds: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the largest error that every attacker without bias has: each mechanism bounds what is watched."""
+    if best.words.kind != "images":
+        return None
+    return max((each["mse_unbiased"] for each in bounds if each["of"] == "watched"), default=None)
+
+
 def _audited(defence: str, audited: Sequence[Mapping[str, Any]]) -> str:
-    mine = [each for each in audited if each.get("defence") == defence and "claimed" in each]
+    mine = [each for each in audited if canonical(str(each.get("defence"))) == canonical(defence) and "claimed" in each]
     texts = [
         f"claimed {number(each['claimed'])} of each {each['unit']} for one update, the audit finds at least "
         f"{number(each['at_least'])} ({percent(each['confidence'])} confidence, delta {each['delta']:g}): "

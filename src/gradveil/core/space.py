@@ -113,8 +113,11 @@ class Space(ABC):
         """Pool matched answers [R, ...] of several restarts: their median."""
         return inputs.median(0).values
 
-    def of_trial(self, candidates: Tensor, truths: Tensor) -> Mapping[str, Any]:
-        """Return what a trial's record says of matched views [V, B, ...] beside their scores."""
+    def of_trial(self, candidates: Tensor, truths: Tensor, private: bool) -> Mapping[str, Any]:
+        """Return what a trial's record says of matched views [V, B, ...] beside their scores.
+
+        Private examples themselves are only in it if `private` allows it.
+        """
         return {}
 
     def projected(self, inputs: Tensor) -> Tensor:

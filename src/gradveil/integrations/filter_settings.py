@@ -195,12 +195,15 @@ def _svt(settings: FilterSettings, parameters: int, rounds: int) -> FilterPrivac
     what = "entries that do not pass are asked again with new noise, for which no budget is counted"
     problems.append(_warning(settings, what, "read the epsilon as a lower bound of what the filter spends"))
     replace = "" if settings.arguments.get("replace", True) else ", replace=false"
+    values["noise_var"] = budget.release / budget.sent  # what an epsilon_release is in the simulated filter
     text = "svt(" + ", ".join(f"{name}={value:g}" for name, value in values.items()) + f"{replace})"
     return FilterPrivacy(settings, text, budget.total, budget.total * rounds, rounds, tuple(problems))
 
 
 def _percentile(settings: FilterSettings, parameters: int, rounds: int) -> FilterPrivacy:
     values, problems = _numbers(settings, {"percentile": 10.0, "gamma": 0.01})
+    if problems:
+        return FilterPrivacy(settings, "", None, None, rounds, tuple(problems))
     share = 1 - values.get("percentile", 10.0) / 100
     what = (
         f"sends the largest {share:.0%} of the entries without noise: no epsilon, and the zeros show which are missing"

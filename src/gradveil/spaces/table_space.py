@@ -228,7 +228,7 @@ class TableSpace(Space):
         """Return the indices of the rows, those nearest to modes and medians first."""
         return self.cost(views, self.average(views)).argsort(stable=True)
 
-    def of_trial(self, candidates: Tensor, truths: Tensor) -> Mapping[str, Any]:
+    def of_trial(self, candidates: Tensor, truths: Tensor, private: bool) -> Mapping[str, Any]:
         """Return each column with its share of right cells."""
         right = self.right(candidates, truths).flatten(0, -2).double().mean(0).tolist()
         pairs = zip(self.columns, right, strict=True)

@@ -91,8 +91,10 @@ class TextSpace(Space):
         """Return which shares of tokens in place are at least `least`."""
         return similarity >= least - 1e-6
 
-    def of_trial(self, candidates: Tensor, truths: Tensor) -> Mapping[str, Any]:
-        """Return the first sentences, as they are and as they were reconstructed."""
+    def of_trial(self, candidates: Tensor, truths: Tensor, private: bool) -> Mapping[str, Any]:
+        """Return the first sentences, as they are and as they were reconstructed, if those may be kept."""
+        if not private:
+            return {}
         pairs = zip(candidates.flatten(0, 1)[:_SHOWN].long(), truths.flatten(0, 1)[:_SHOWN].long(), strict=True)
         return {"sentences": [{"truth": self.text(t), "reconstruction": self.text(c)} for c, t in pairs]}
 
