@@ -133,8 +133,8 @@ def test_a_changed_model_is_told_whatever_is_said_of_it_and_whoever_was_told_sec
 
 
 def test_sums_over_clients_are_said() -> None:
-    assert ClientConfig(members=3).words == "the sum over 3 clients of one gradient of 1 image each"
+    assert ClientConfig(members=3).update_of("image") == "the sum over 3 clients of one gradient of 1 image each"
     local = ClientConfig(batch=4, members=2, local=LocalConfig(steps=2, lr=0.1))
     said = "the sum over 2 clients of local training (T=2 sgd lr=0.1) on 4 images each"
-    assert local.words == said
+    assert local.update_of("image") == said
     assert row(0, update=said, round=4).setting.title() == f"lenet on faces, {said}, 5 rounds watched"

@@ -30,7 +30,7 @@ def test_another_threshold_is_the_default_of_texts():
 def test_attacks_by_gradients_are_refused_for_texts():
     with pytest.raises(GradveilError) as caught:
         open_experiment(RunConfig(**SETTINGS, attacks=["ig"], defences=["none"]))
-    assert any("numbers" in problem.what for problem in caught.value.problems)
+    assert any("pictures" in problem.what for problem in caught.value.problems)
 
 
 def test_sentences_are_recovered_recorded_and_shown(tmp_path):

@@ -101,7 +101,7 @@ def test_clients_of_other_settings_are_told_apart() -> None:
     ]  # fmt: skip
     titles = [ClientConfig.model_validate({"batch": 2, **client}).title for client in clients]
     assert len(set(titles)) == len(titles), titles
-    frozen = row("ig", update=ClientConfig(trainable=["head.*", "body.0.*"], members=2).words)
+    frozen = row("ig", update=ClientConfig(trainable=["head.*", "body.0.*"], members=2).update_of("image"))
     assert "the sum over 2 clients of one gradient of 1 image (of head.* body.0.* alone) each." in threat_model(
         [frozen], {}
     )

@@ -109,7 +109,7 @@ def test_promise_needs_registered_clipped_normal_noise(name):
     message = privacy_of(LAWS[name].texts[0]).promise()
     assert message.startswith("differential privacy of each") == (name in {"dp", "fed-cdp", "user-dp", "local-dp"})
     assert "epsilon" not in message.replace("epsilon follows from the training", "")
-    if name not in {"dp", "fed-cdp", "user-dp"}:
+    if name not in {"dp", "fed-cdp", "user-dp", "local-dp"}:
         assert message == NOTHING
 
 

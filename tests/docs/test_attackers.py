@@ -34,7 +34,7 @@ def test_simulated_client_grants_and_what_is_optimised(name):
     assert believes == {"naive": "undefended", "full": "defended"}[attack.simulated_client]
     secret = [pattern for pattern, how in attack.knowledge.items() if isinstance(how, Known) and pattern != "public"]
     assert told.startswith("**") is bool(secret)
-    assert ("public" in attack.knowledge) is ("public images" in told)
+    assert ("public" in attack.knowledge) is ("public images" in told or "public texts" in told)
     searched = any(isinstance(how, Optimise) for how in attack.knowledge.values())
     searched = searched or getattr(attack, "labels", None) == "joint"
     assert bool(optimised and not optimised.startswith("nothing")) is searched

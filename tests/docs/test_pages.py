@@ -77,7 +77,7 @@ def test_tables_say_what_the_settings_allow(hook):
     tables = {name: make() for name, make in hook.TABLES.items()}
     assert '\n| `rounds` | one of: first, last, all, none | `"last"` | Observed rounds' in tables["attacks"]
     assert "\n| `ratio` | a number in [0, 1) | required | Share of entries that are" in tables["defences"]
-    assert "\n| `threshold` | number above -1 below 1 | `0.5` | SSIM above which" in tables["audit"]
+    assert "\n| `threshold` | number above -1 to 1 | `0.5` | " in tables["audit"]
     assert "\n| `--fail-above RATE` |" in tables["commands"]
     assert "| `ssim` |" in tables["metrics"]
 

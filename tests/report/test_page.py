@@ -139,7 +139,7 @@ def test_defences_have_a_line_each_that_leads_to_their_details(run: Path) -> Non
 def test_legend_comes_last_and_defines_the_labels_that_occur(tmp_path: Path, trials: list[dict[str, Any]]) -> None:
     html = audit_page(load_run(write_run(tmp_path / "run", trials[:2])))
     sections = re.findall(r'<section id="(\w+)"', html)
-    assert sections == ["defences", "front", "pictures", "details", "table", "method", "legend"]
+    assert sections == ["defences", "front", "pictures", "details", "assurance", "table", "method", "legend"]
     legend = read(html[html.index('<section id="legend"') :]).text
     assert "Broken The update leaks" in legend
     assert "Not tested" not in legend

@@ -170,7 +170,8 @@ class RunConfig(Section):
     """`test`: the target clients hold the first images of the test split. `client`: random training images that one of
     ten clients holds, drawn by the first seed."""
     threshold: Annotated[float, Field(gt=-1, le=1)] = 0.5
-    """SSIM above which an image counts as recovered; of a table, the share of cells with which a row does (0.9)."""
+    """SSIM above which an image counts as recovered; of rows and texts, the share of cells or
+    tokens with which one does (0.9)."""
     rounds: Count = 1
     """Rounds that the attacker observes. Every target client takes part in every round with the same examples."""
     server_lr: Annotated[float, Field(ge=0)] | None = None

@@ -334,7 +334,7 @@ def score(experiment: Experiment, trial: TrialAddress, found: Recovered, named: 
             image |= trained.of(v, b) if trained else {}
     controls = controls_of(experiment.guessing, experiment, matched, places)
     info = {**info_of(experiment, trial, found, named), "missing": reasons, "controls": controls}
-    info["recovery_bounds"] = recovery_bounds(experiment, trial, found.facts["mechanisms"], records)
+    info["recovery_bounds"] = recovery_bounds(experiment, trial, found.facts.get("mechanisms", ()), records)
     info["best_guesses"] = best_guesses(experiment.guessing, experiment, places)
     info["metrics"] = [name for name in experiment.config.metrics if name in scores]
     info |= experiment.space.of_trial(matched, truth, experiment.config.images)

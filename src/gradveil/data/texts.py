@@ -38,7 +38,7 @@ class WordPieces:
 
     Learned vocabularies hold every letter, so that no word is lost, and the most frequent words.
 
-    >>> pieces = WordPieces.learned(["a good film", "a bad film"], 20)
+    >>> pieces = WordPieces.learned(["a good film", "a bad film"], 30)
     >>> pieces.cut("A good fad")[:3]
     ['a', 'good', 'f']
     """

@@ -9,6 +9,7 @@ from gradveil.core.lazy_names import lazy_names
 if TYPE_CHECKING:
     from gradveil.nn.keylock import KeyLock, with_keylock
     from gradveil.nn.models import ALL_MODELS, MODELS, ModelEntry, build
+    from gradveil.nn.models.hugging_face_text import HuggingFaceText
     from gradveil.nn.module_paths import count_classes, first_layer, insert_after, insert_before, last_layer
     from gradveil.nn.normalisation import BatchStatistics, FrozenNorm, InstanceNorm, LayerNorm
     from gradveil.nn.stochastic import Stochastic, collect_penalties, model_noise, penalise
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         replace_dropout,
         replace_layernorm,
     )
+    from gradveil.nn.token_layout import own_loss
     from gradveil.nn.weight_files import put_weights, read_weights
 else:
     __getattr__, __dir__ = lazy_names(
@@ -38,6 +40,7 @@ else:
             "ConvBottleneck": "gradveil.nn.stochastic_layers",
             "Dropout": "gradveil.nn.stochastic_layers",
             "FrozenNorm": "gradveil.nn.normalisation",
+            "HuggingFaceText": "gradveil.nn.models.hugging_face_text",
             "InstanceNorm": "gradveil.nn.normalisation",
             "KeyLock": "gradveil.nn.keylock",
             "LayerNorm": "gradveil.nn.normalisation",
@@ -53,6 +56,7 @@ else:
             "insert_before": "gradveil.nn.module_paths",
             "last_layer": "gradveil.nn.module_paths",
             "model_noise": "gradveil.nn.stochastic",
+            "own_loss": "gradveil.nn.token_layout",
             "penalise": "gradveil.nn.stochastic",
             "prepare": "gradveil.nn.surgery",
             "put_weights": "gradveil.nn.weight_files",
@@ -76,6 +80,7 @@ __all__ = [
     "ConvBottleneck",
     "Dropout",
     "FrozenNorm",
+    "HuggingFaceText",
     "InstanceNorm",
     "KeyLock",
     "LayerNorm",
@@ -90,6 +95,7 @@ __all__ = [
     "insert_before",
     "last_layer",
     "model_noise",
+    "own_loss",
     "penalise",
     "prepare",
     "put_weights",
