@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gradveil.assurance.replay_audit import EpsilonAudit, audit_epsilon
+from gradveil.cli.app import run
 from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
@@ -150,3 +151,9 @@ def test_claim_is_the_accountants_epsilon_of_one_update() -> None:
     found = audited(parse("user-dp(clip=1, sigma=4)")(PLAIN))
     assert found.claimed == pytest.approx(epsilon(4.0, Participation(1, sampling="shuffled", at_most=1)))
     assert found.neighbours == "replaced"
+
+
+def test_command_that_could_audit_nothing_does_not_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--defence", "prune(0.5)", "--set", 'model.name="mlp"', "--replays", "20"]
+    assert run(["audit-epsilon", "digits", *options]) == 1
+    assert "not audited: client has no formal guarantee to audit -> give" in capsys.readouterr().out

@@ -5,7 +5,8 @@ import torch
 
 from gradveil.core.errors import GradveilError
 from gradveil.data.registry import load
-from gradveil.data.texts import WordPieces
+from gradveil.data.tables import Halves
+from gradveil.data.texts import WordPieces, splits_of_texts
 from gradveil.spaces import TextSpace
 
 
@@ -54,3 +55,9 @@ def test_a_file_without_texts_is_refused(tmp_path, content, where):
     with pytest.raises(GradveilError) as caught:
         load(f"texts:{path}")
     assert caught.value.problems[0].where.startswith(where)
+
+
+def test_private_texts_with_other_columns_are_refused():
+    halves = Halves({"text": ["a b", "c d"], "label": [0, 1]}, {"note": ["a b"], "label": [0]})
+    with pytest.raises(GradveilError, match="no text in its private texts"):
+        splits_of_texts(halves, "notes", "text", "label", "made")

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from gradveil.assurance.replay_audit import EpsilonAudit
     from gradveil.audit.experiment import Experiment
 
+NOTHING = 1
+"""Exit code where nothing could be audited."""
 VIOLATED = 3
 """Exit code where an audit contradicts a claim."""
 _HELP = {
@@ -48,8 +50,8 @@ def audit_epsilon(
     """Audit the code behind an epsilon: compare a lower bound of it with the claim.
 
     The client's release is replayed with a crafted example and without it. The better the replays can be told apart,
-    the larger the epsilon of this code is at least. A bound above the claim shows a fault (exit code 3). A low bound is
-    no guarantee.
+    the larger the epsilon of this code is at least. A bound above the claim shows a fault (exit code 3; 1 if there was
+    nothing to audit). A low bound is no guarantee.
     """
     import torch
     from rich.console import Console
@@ -80,7 +82,8 @@ def audit_epsilon(
             "code keeps it.",
             style="dim",
         )
-    return VIOLATED if violated else 0
+    audited = any("claimed" in row for row in rows)
+    return VIOLATED if violated else 0 if audited else NOTHING
 
 
 def _audits(experiment: Experiment, settings: dict[str, Any]) -> Iterator[tuple[str, EpsilonAudit | str]]:
@@ -101,4 +104,7 @@ def _audits(experiment: Experiment, settings: dict[str, Any]) -> Iterator[tuple[
                 else:
                     yield text, replayed(client, others, **run)
             except GradveilError as error:
-                yield text, "; ".join(f"{problem.where} {problem.what}" for problem in error.problems)
+                yield (
+                    text,
+                    "; ".join(f"{each.where} {each.what} -> {each.remedy}" for each in error.problems),
+                )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.formatting import listing
 from gradveil.data.dataset import Dataset, Splits
 from gradveil.data.tables import Halves, Values, label_of, label_problems, parsed, read_values, shared_out
 from gradveil.spaces.text_space import TextSpace
@@ -114,6 +115,8 @@ def open_texts(name: str, data_dir: Path | None, label: str | None = None, sourc
 def splits_of_texts(halves: Halves, name: str, column: str, target: str, source: str) -> Splits:
     """Make data of public and private texts with labels."""
     where, problems = f"data {name!r}", list[Problem]()
+    if lacks := [each for each in (column, target) if each not in halves.private]:
+        raise fail(where, f"has no {listing(lacks)} in its private texts", "give both files the same columns")
     for split, half in zip(("public", "private"), halves, strict=True):
         wrong = next((i for i, text in enumerate(half[column]) if not isinstance(text, str) or not text.strip()), None)
         if wrong is not None:
