@@ -98,7 +98,7 @@ class Space(ABC):
 
     @abstractmethod
     def model_facts(self) -> Mapping[str, Any]:
-        """Return what a model's factory is told of the examples, by the names of its arguments."""
+        """Return the facts of the examples that a model's factory needs, by the names of its arguments."""
 
     @abstractmethod
     def problems(self, inputs: Tensor) -> Iterator[Problem]:

@@ -26,10 +26,6 @@ class Candidates:
         """Return the words of a position whose residual is below the threshold."""
         return self.words[position][self.residuals[position] < threshold]
 
-    def of_word(self, word: int) -> Tensor:
-        """Return the residual [P] of one word at each position; infinite where it is not listed."""
-        return torch.where(self.words == word, self.residuals, torch.inf).amin(1)
-
 
 @torch.no_grad()
 def rank_words(

@@ -54,7 +54,7 @@ class Decision:
 
     @property
     def standing(self) -> str:
-        """Say whether the attack applies, and why."""
+        """Return whether the attack applies, and why, in words."""
         if self.reason:
             return f"does not apply, since {self.reason}"
         return f"applies ({ADAPTIVE_OPTION}): {self.rule.why}"
@@ -91,7 +91,7 @@ def untried(decisions: Sequence[Decision]) -> list[str]:
 def closed_forms(experiment: Experiment, decisions: Sequence[Decision], *, called: bool = False) -> Iterator[Problem]:
     """Warn of clients whose update determines examples, where the run has no attack that finds them.
 
-    The remedy is told as options, or as arguments where the audit was `called` from Python.
+    The remedy names options, or arguments where the audit was `called` from Python.
     """
     several, bare = len(experiment.config.client) > 1, UNDEFENDED in experiment.defences
     for each in decisions:

@@ -111,7 +111,7 @@ class UpdateFacts:
         return SeenFact(True, f"the gradient of '{layer.errors}' says what went into '{layer.path}'")
 
     def _carries(self) -> bool:
-        """Say whether the model that the client receives carries running statistics."""
+        """Return whether the model that the client receives carries running statistics."""
         experiment = self.experiment
         client = experiment.client(self.index, next(iter(experiment.defences)), experiment.config.seeds[0])
         put_weights(client.model, experiment.source.received(client))
