@@ -39,6 +39,17 @@ _VALUES = 2**26
 
 
 @dataclass(frozen=True)
+class Search:
+    """The descent of an attack on all rows."""
+
+    problem: InversionProblem
+    solution: Solution
+    plan: tuple[int, ...]
+    seconds: float
+    """Time of the descent alone, without what is set up and learned before it."""
+
+
+@dataclass(frozen=True)
 class Inversion(InversionSettings):
     """The one optimisation attack: its settings, run on observations."""
 
@@ -76,6 +87,21 @@ class Inversion(InversionSettings):
             found = chosen(observations, simulated_client, knowledge, key, progress, plan)
             return replace(found, remarks=(*found.remarks, remark))
         began = time.perf_counter()
+        done = self.search(observations, simulated_client, knowledge, key, progress, plan)
+        seconds = time.perf_counter() - began
+        result = _reconstruction(self, done.problem, done.solution, seconds, done.plan)
+        return undone(result, simulated_client, knowledge) if self.undo else result
+
+    def search(
+        self,
+        observations: Sequence[Observation],
+        simulated_client: Client,
+        knowledge: Knowledge,
+        key: Key,
+        progress: Callable[[Progress], None] | None = None,
+        plan: Sequence[int] = (),
+    ) -> Search:
+        """Descend on all rows, without comparing the answers with the observed updates; variants are left out."""
         problem = InversionProblem(self, observations, simulated_client, knowledge, key)
         problem.learn()
         rows = len(problem)
@@ -85,12 +111,12 @@ class Inversion(InversionSettings):
         done, parts = 0, list[Solution]()
         solver, rounds = self.solver, observations[:1] if self.rounds == "first" else observations
         solved = solver(rounds, simulated_client, knowledge, key.child(Stream.SOLVED)).inputs if solver else None
+        began = time.perf_counter()
         for size in chunks:
             report = _reporter(progress, self, rows, done, size) if progress else None
             parts.append(search_rows(self, problem, range(done, done + size), solved, report))
             done += size
-        result = _reconstruction(self, problem, joined(parts), time.perf_counter() - began, chunks)
-        return undone(result, simulated_client, knowledge) if self.undo else result
+        return Search(problem, joined(parts), chunks, time.perf_counter() - began)
 
     def rehearse(
         self, observations: Sequence[Observation], simulated_client: Client, knowledge: Knowledge, key: Key
