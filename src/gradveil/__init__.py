@@ -70,7 +70,7 @@ def audit(
     batch: Examples,
     loss: Loss | None = None,
     defences: Sequence[str | Defence] = ("none",),
-    attacks: Sequence[str | Attack] = ("ig",),
+    attacks: Sequence[str | Attack] | None = None,
     *,
     client_batch: int = 1,
     bounds: Literal["unit"] | tuple[float, float] | None = None,
@@ -89,7 +89,8 @@ def audit(
     and `labels`, say), a data set or a DataLoader (of which `target_clients=8` clients are read); every `client_batch`
     examples are one target client (the last are nobody's where a defence lets other clients speak before a round:
     `adgp`). `loss` takes (outputs, targets), cross-entropy if none is given. Defences and attacks are texts as on the
-    command line (`"dp(clip=20, sigma=1e-3)"`, `"ig(iterations=500)"`) or objects. Inputs are (pixel - mean) / std with
+    command line (`"dp(clip=20, sigma=1e-3)"`, `"ig(iterations=500)"`) or objects. Without `attacks`, a search that
+    simulates every defence (`cdia`) and the closed forms that apply are tried. Inputs are (pixel - mean) / std with
     pixels in [0, 1]; without mean and std, `bounds` is the range of the inputs: `"unit"` for [0, 1], a pair, or None to
     take it from what is given. `public` is (inputs, targets) like the batch's own, none of them in it: for attackers
     who learn from such data, for defences that use it, and for the guesses that a rate is held against. `out` keeps the

@@ -41,7 +41,8 @@ from gradveil.audit.attack_selection import (
     stands_for_many,
     without_aim,
 )
-from gradveil.audit.attackers.run_attackers import Decision, closed_forms, decide, untried, widened
+from gradveil.audit.attackers.run_attackers import Decision, closed_forms, decide, every, quick, untried, widened
+from gradveil.audit.audit_config import FIRST_SEARCH
 from gradveil.audit.audit_run import describe, run, title
 from gradveil.audit.display import Screen
 from gradveil.audit.experiment import Experiment
@@ -156,7 +157,7 @@ def audit_model(
     examples: Examples,
     loss: Loss,
     defences: Sequence[str | Defence],
-    attacks: Sequence[str | Attack],
+    attacks: Sequence[str | Attack] | None,
     *,
     write_report: Callable[[Path, Path], Path],
     as_html: Callable[[Result], str] | None = None,
@@ -197,6 +198,9 @@ def audit_model(
     problems = list(wrong_arguments(given))
     sound, title_of_model, done = not problems, type(model).__name__, []
     kind = "images" if space is None else space.words.kind
+    joins = quick if attacks is None else None
+    if attacks is None:
+        attacks = [FIRST_SEARCH[kind]]
     whole = _spelled_out(attacks, defences, public is not None, kind)
     if attacks and not whole:
         refuse([*problems, nothing_to_try(attacks, kind)])
@@ -231,7 +235,9 @@ def audit_model(
     experiment = unobstructed(experiment)
     decisions = decide(experiment)
     if any(isinstance(attack, str) and is_adaptive(attack) for attack in attacks):
-        experiment, decisions, _ = widened(experiment, decisions)
+        joins = every
+    if joins is not None:
+        experiment, decisions, _ = widened(experiment, decisions, joins)
     make = partial(Result, write_report=write_report, draw_figure=draw_figure, as_html=as_html)
     return _run(experiment, decisions, out, make, progress)
 
