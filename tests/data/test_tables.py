@@ -84,3 +84,24 @@ def test_tables_that_cannot_be_used_are_refused(tmp_path: Path, text: str, messa
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(GradveilError, match=message):
         load(str(tmp_path / "t.csv"))
+
+
+def test_declared_kinds_of_columns_win_over_inferred_ones(tmp_path: Path) -> None:
+    declared = {"visits": "number", "age": "category"}
+    space = load(str(written(tmp_path)), columns=declared).public.space
+    assert isinstance(space, TableSpace)
+    kinds = {column.name: "category" if column.levels else "number" for column in space.columns}
+    assert kinds == {"age": "category", "sex": "category", "visits": "number"}
+
+
+def test_every_unknown_column_and_kind_is_named(tmp_path: Path) -> None:
+    wrong = {"height": "number", "weight": "number", "age": "real", "sex": "number"}
+    with pytest.raises(GradveilError) as error:
+        load(str(written(tmp_path)), columns=wrong)
+    found = {problem.where: problem.what + problem.remedy for problem in error.value.problems}
+    assert found.keys() == {"columns", "columns.age", "columns.sex"}
+    assert "height, weight" in found["columns"]
+    assert "age, sex, visits" in found["columns"]
+    assert "number, category" in found["columns.age"]
+    with pytest.raises(GradveilError, match="columns"):
+        load("digits", columns={"age": "number"})

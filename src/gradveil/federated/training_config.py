@@ -25,7 +25,7 @@ UNSEEN = "unseen"
 
 
 _COLUMNS = ("image_column", "label_column")
-_LATER = {**dict.fromkeys(_COLUMNS), "train_on": "auxiliary"}
+_LATER = {**dict.fromkeys(_COLUMNS), "columns": None, "train_on": "auxiliary"}
 """Settings of data that runs from before them do not have, with their defaults."""
 
 
@@ -60,6 +60,8 @@ class DataConfig(Section):
     """Column with the images, of a Parquet file or Hugging Face data with unusual names."""
     label_column: Name | None = None
     """Column with the labels."""
+    columns: dict[str, Literal["number", "category"]] | None = None
+    """Kinds of a table's columns, by name: `{ age = "number" }`. Those of the others follow from their values."""
 
     @model_serializer(mode="wrap")
     def _without_later_defaults(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -11,13 +11,22 @@ from gradveil.nn.token_layout import TokenLayout, TokenModel, next_token_loss
 
 
 def _encoder(stem: str, attention: str, types: bool, offset: int = 0) -> dict[str, Any]:
-    names = ("q_lin", "k_lin", "v_lin") if "transformer" in attention else ("query", "key", "value")
+    distilled = "transformer" in attention
+    names = ("q_lin", "k_lin", "v_lin") if distilled else ("query", "key", "value")
+    layer = f"{stem}.{attention.partition('.attention')[0]}"
+    middle = ("attention.output.LayerNorm", "intermediate")
+    if distilled:
+        middle = ("sa_layer_norm", "ffn.lin1", "ffn.activation")
     return {
         "words": f"{stem}.embeddings.word_embeddings",
         "positions": f"{stem}.embeddings.position_embeddings",
         "types": f"{stem}.embeddings.token_type_embeddings" if types else None,
         "norm": f"{stem}.embeddings.LayerNorm",
         "attention": tuple(f"{stem}.{attention}.{name}" for name in names),
+        "out": f"{layer}.attention.out_lin" if distilled else f"{layer}.attention.output.dense",
+        "middle": tuple(f"{layer}.{name}" for name in middle),
+        "down": f"{layer}.ffn.lin2" if distilled else f"{layer}.output.dense",
+        "carries_normalised": True,
         "offset": offset,
         "causal": False,
     }
@@ -38,6 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 """Families by `model_type` of their configurations. RoBERTa's first position is the row after its padding number."""
+_PATHS = ("words", "positions", "types", "norm", "attention", "out", "middle", "down")
 
 
 class HuggingFaceText(TokenModel):
@@ -69,11 +79,16 @@ class HuggingFaceText(TokenModel):
         within = {
             name: tuple(f"inner.{path}" for path in value) if isinstance(value, tuple) else f"inner.{value}"
             for name, value in family.items()
-            if name in ("words", "positions", "types", "norm", "attention") and value is not None
+            if name in _PATHS and value is not None
         }
-        others = {name: value for name, value in family.items() if name in ("offset", "causal", "inputs_first")}
+        others = {name: value for name, value in family.items() if name not in _PATHS}
         self.layout = TokenLayout(
-            family=config.model_type, layers=config.num_hidden_layers, padding=padding, **within, **others
+            family=config.model_type,
+            layers=config.num_hidden_layers,
+            padding=padding,
+            heads=config.num_attention_heads,
+            **within,
+            **others,
         )
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -95,6 +95,10 @@ class TextTransformer(TokenModel):
             causal=causal,
             padding=padding,
             head="head",
+            heads=heads,
+            out="blocks.{}.attention.out",
+            middle=tuple(f"blocks.{{}}.{part}" for part in ("before_mlp", "up", "activation")),
+            down="blocks.{}.down",
         )
 
     def forward(self, ids: Tensor) -> Tensor:
