@@ -160,6 +160,7 @@ CALLERS_OF_FOREIGN_CODE = {
         "gradveil.audit.score",
         "gradveil.client.defended_gradient",
         "gradveil.core.user_code",
+        "gradveil.data.given_tokenizer",
         "gradveil.defences.user_defence",
         "gradveil.integrations.flower.own_update",
         "gradveil.integrations.flower.protect",

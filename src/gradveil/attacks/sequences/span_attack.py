@@ -174,7 +174,7 @@ class _Client:
                 # Causal searches find all at once. Else a defence scaled the update: take what the spans alone prove.
                 found += _distinct([one for one in tried if one not in proved], left)
                 break
-        return self._with_last_words(found) if self.layout.causal else found
+        return self._with_last_words(found) if self.layout.predicts_words else found
 
     def _span(self, layer: int, examples: int) -> TokenSpan:
         one = {name: value.unsqueeze(0) for name, value in self.rest.items()}
@@ -347,7 +347,7 @@ def token_targets(seen: Observation, client: Client, knowledge: Knowledge, input
     zeros = torch.zeros(target_clients, examples, dtype=torch.long)
     model = client.model
     bias = seen.update.get(f"{last_layer(model)}.bias")
-    if not isinstance(model, TokenModel) or model.layout.causal or bias is None:
+    if not isinstance(model, TokenModel) or model.layout.predicts_words or bias is None:
         return zeros
     with torch.no_grad():
         outputs = torch.stack([call_on(model, {**seen.params, **client.objective.buffers()}, x) for x in inputs])

@@ -21,7 +21,7 @@ from gradveil.nn.models.mlp import mlp
 from gradveil.nn.models.resnet import resnet18, resnet20, resnet32, resnet34
 from gradveil.nn.models.small_cnn import cnn6, convnet, lenet_zhu, mnist_cnn_glaus, mnist_conv, scheliga_cnn
 from gradveil.nn.models.tabular import tabular_mlp, tabular_resnet
-from gradveil.nn.models.token_transformers import small_encoder
+from gradveil.nn.models.token_transformers import small_decoder, small_encoder
 from gradveil.nn.models.vgg import vgg11, vgg13, vgg16
 from gradveil.nn.models.vit import vit
 
@@ -84,6 +84,9 @@ MODELS: dict[str, ModelEntry] = {
     ),
     "small-encoder": ModelEntry(
         small_encoder, "for texts: 2 pre-norm transformer layers of width 128, mean pooling, random weights", _VASWANI
+    ),
+    "small-decoder": ModelEntry(
+        small_decoder, "for texts: a language model of 3 pre-norm causal layers of width 128, random weights", _VASWANI
     ),
 }
 """Models of published studies by short name."""
@@ -153,7 +156,7 @@ def build(
     refuse([*problems, *_unknown(options, set(entry.defaults) - set(sizes)), *_wrong(options, entry.defaults)])
     try:
         with torch.device("meta"):
-            model = entry.factory(**sizes, **options)
+            model = entry.factory(**{name: v for name, v in sizes.items() if name in entry.defaults}, **options)
     except GradveilError as error:
         raise GradveilError(Problem(f"model.{p.where}", p.what, p.remedy) for p in error.problems) from error
     return initialise(model.to_empty(device="cpu"), generator)
