@@ -154,6 +154,7 @@ CALLERS_OF_FOREIGN_CODE = {
         "gradveil.nn.formulas",
         "gradveil.nn.model_outputs",
         "gradveil.nn.models.libraries",
+        "gradveil.nn.models.text_library",
     ),
     *(
         "gradveil.audit.argument_checks",

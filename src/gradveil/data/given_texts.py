@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.data.given_tokenizer import CONTINUES, given_tokenizer, named, own_pieces, padded_rows
-from gradveil.data.texts import WordPieces
+from gradveil.data.word_pieces import WordPieces
 from gradveil.spaces.text_space import TextSpace
 
 IDS, MASK = "input_ids", "attention_mask"
@@ -101,7 +101,7 @@ def encode_texts(
     longest = max(map(len, table))
     most = min(one for one in (length or longest, words.positions) if one is not None)
     shaped = TextSpace((most,), space.vocabulary, space.padding, space.start, space.end, CONTINUES)
-    ids = padded_rows(table, most, words.padding, where, space.end)
+    ids = padded_rows(table, most, words.padding, space.end, where)
     labels = torch.zeros(len(table), dtype=torch.long) if given.labels is None else given.labels
     return ids, labels.long(), shaped
 

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradveil.core.errors import FOREIGN, GradveilError, fail
+from gradveil.core.errors import FOREIGN, fail
 from gradveil.core.extras import needs
-from gradveil.data.texts import WordPieces
+from gradveil.data.word_pieces import WordPieces
+from gradveil.nn.models.text_library import local_source
 from gradveil.spaces.text_space import TextSpace
 
 CONTINUES = "##"
 """Beginning of pieces that continue a word, as vocabularies are written here."""
+_PADDINGS = ("[PAD]", "<pad>", "<|endoftext|>", "</s>")
+"""Usual names of padding, and of the end of a text, which takes its place."""
 _STARTS = ("Ġ", "▁")
 """Beginning of pieces that start a word, in vocabularies of bytes (GPT-2) and of SentencePiece (LLaMA)."""
 
@@ -38,13 +41,24 @@ class GivenTokenizer:
             rows = self.inner(list(texts), add_special_tokens=special, verbose=False)["input_ids"]
         return [list(map(int, row)) for row in rows]
 
-    def space(self, length: int, padding: int, words: int) -> TextSpace:
-        """Return the space of texts for a model with so many words, which pads with this number."""
+    @property
+    def padding(self) -> int:
+        """Number of padding: the tokenizer's own, or the token that ends texts."""
+        if hasattr(self.inner, "encode_batch"):
+            own = (self.inner.padding or {}).get("pad_id")
+            known = map(self.inner.token_to_id, _PADDINGS)
+            return own if own is not None else next((number for number in known if number is not None), 0)
+        special = (self.inner.pad_token_id, self.inner.eos_token_id)
+        named = map(self.inner.get_vocab().get, _PADDINGS)
+        return next((number for number in (*special, *named) if number is not None), 0)
+
+    def space(self, length: int, padding: int, words: int | None = None) -> TextSpace:
+        """Return the space of texts for a model with so many words (the tokenizer's), which pads with this number."""
         bare, whole = self.numbers(["a"], special=False)[0], self.numbers(["a"])[0]
         start = whole[0] if whole[: len(bare)] != bare else None
         end = whole[-1] if whole[-len(bare) :] != bare else None
         tokens = _written(self._tokens())
-        return TextSpace((length,), named(tokens, words), padding=padding, start=start, end=end)
+        return TextSpace((length,), named(tokens, words or len(tokens)), padding=padding, start=start, end=end)
 
     def _tokens(self) -> list[str]:
         if hasattr(self.inner, "encode_batch"):
@@ -66,18 +80,19 @@ def given_tokenizer(tokenizer: Any) -> GivenTokenizer | WordPieces:
 
 def read_tokenizer(name: str, where: str) -> GivenTokenizer:
     """Read a tokenizer from a folder, a `tokenizer.json`, or the user's cache; nothing is downloaded."""
-    name = name.removeprefix("hf:")
+    source = local_source(name, where)
     with needs("text", where):
         import transformers
-    path, remedy = Path(name).expanduser(), f"fetch it once: hf download {name}; or give a folder with tokenizer.json"
+    folder = Path(source)
+    bare = not (folder / "tokenizer_config.json").is_file() and (folder / "tokenizer.json").is_file()
+    file = folder / "tokenizer.json" if bare else folder
     try:
-        if path.is_file():
-            return GivenTokenizer(transformers.PreTrainedTokenizerFast(tokenizer_file=str(path)))
-        found = transformers.AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name, local_files_only=True)
-    except GradveilError:
-        raise
+        if file.is_file():
+            return GivenTokenizer(transformers.PreTrainedTokenizerFast(tokenizer_file=str(file)))
+        found = transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
     except FOREIGN as error:
-        raise fail(where, f"'{name}' is no folder with a tokenizer, and not in your cache", remedy) from error
+        remedy = f"fetch it once: hf download {source}; or give a folder with tokenizer.json"
+        raise fail(where, f"'{source}' is no folder with a tokenizer, and not in your cache", remedy) from error
     return GivenTokenizer(found)
 
 
@@ -86,14 +101,20 @@ def named(tokens: Sequence[str], words: int) -> tuple[str, ...]:
     return (*tokens[:words], *(f"[{number}]" for number in range(len(tokens), words)))
 
 
-def padded_rows(rows: Sequence[Sequence[int]], length: int, padding: int, where: str, end: int | None = None) -> Tensor:
-    """Return token numbers [N, length]; longer texts are cut, keep their end token, and a warning says so."""
+def padded_rows(
+    rows: Sequence[Sequence[int]], length: int, padding: int, end: int | None = None, where: str | None = None
+) -> Tensor:
+    """Return token numbers [N, length]; longer texts are cut and keep their end token. With `where` a warning says so.
+
+    >>> padded_rows([[1, 7, 8, 2], [1, 2]], 3, padding=0, end=2).tolist()
+    [[1, 7, 2], [1, 2, 0]]
+    """
     table = torch.full((len(rows), length), padding, dtype=torch.long)
     for kept, row in zip(table, rows, strict=True):
         kept[: len(row)] = torch.tensor(row[:length], dtype=torch.long)
         if len(row) > length and end is not None and row[-1] == end:
             kept[-1] = end
-    if count := sum(len(row) > length for row in rows):
+    if where is not None and (count := sum(len(row) > length for row in rows)):
         longest = max(map(len, rows))
         warnings.warn(f"{where}: {count} of {len(rows)} texts are cut: {longest} tokens become {length}", stacklevel=4)
     return table

@@ -55,6 +55,8 @@ def open_images(
             label_column=config.label_column,
             column=column,
             client_seed=client_seed,
+            tokenizer=config.tokenizer,
+            tokens=config.tokens,
         )
     except GradveilError as error:
         raise GradveilError(

@@ -21,6 +21,7 @@ from gradveil.nn.models.mlp import mlp
 from gradveil.nn.models.resnet import resnet18, resnet20, resnet32, resnet34
 from gradveil.nn.models.small_cnn import cnn6, convnet, lenet_zhu, mnist_cnn_glaus, mnist_conv, scheliga_cnn
 from gradveil.nn.models.tabular import tabular_mlp, tabular_resnet
+from gradveil.nn.models.text_library import build_text_model
 from gradveil.nn.models.token_transformers import small_decoder, small_encoder
 from gradveil.nn.models.vgg import vgg11, vgg13, vgg16
 from gradveil.nn.models.vit import vit
@@ -132,6 +133,9 @@ def build(
         for key, value in sizes.items()
         if key in _COUNTS and (not isinstance(value, int) or value < 1)
     ]
+    if name.startswith("hf:") and "vocabulary" in facts:
+        refuse(problems)
+        return build_text_model(name, facts, classes, options, generator)
     if name.partition(":")[0] in LIBRARIES and name.partition(":")[2]:
         problems += _misfit(name, {"channels", "size"}, facts)
         refuse(problems)
