@@ -60,6 +60,7 @@ __all__ = [
     "audit_epsilon",
     "chain",
     "invert",
+    "open_run",
     "parse",
     "train",
 ]
@@ -91,10 +92,12 @@ def audit(
     and `labels`, say), a data set or a DataLoader (of which `target_clients=8` clients are read); every `client_batch`
     examples are one target client (the last are nobody's where a defence lets other clients speak before a round:
     `adgp`). `loss` takes (outputs, targets), cross-entropy if none is given. Defences and attacks are texts as on the
-    command line (`"dp(clip=20, sigma=1e-3)"`, `"ig(iterations=500)"`) or objects; without attacks, images meet `ig`,
-    and other kinds `adaptive`. A model of transformers that reads texts takes (strings, labels) with its `tokenizer`,
-    or token numbers: a tensor, or a dict as tokenizers return it. Language models need no labels and have their own
-    loss. `length` cuts texts to so many tokens. Inputs are (pixel - mean) / std with
+    command line (`"dp(clip=20, sigma=1e-3)"`, `"ig(iterations=500)"`) or objects. Without `attacks`, a search that
+    simulates every defence (of images `cdia`, of texts `span-rank`) and the closed forms that apply are tried. A model
+    of transformers that reads texts takes (strings, labels) with its `tokenizer`, or token numbers: a tensor, or a dict
+    as tokenizers return it. Language models need no labels and have their own loss. `length` cuts texts to so many
+    tokens.
+    Inputs are (pixel - mean) / std with
     pixels in [0, 1]; without mean and std, `bounds` is the range of the inputs: `"unit"` for [0, 1], a pair, or None to
     take it from what is given. `public` is (inputs, targets) like the batch's own, none of them in it: for attackers
     who learn from such data, for defences that use it, and for the guesses that a rate is held against. `out` keeps the
@@ -103,7 +106,9 @@ def audit(
     Outputs and gradients are compared before and after on the batch, and a replacement that changes them is rejected by
     the module's name; every result and the report list what was replaced. `progress` is printed on standard error: None
     does so on a terminal and in a notebook, True also elsewhere, in plain lines, False never. Further settings are
-    those of a run file: `iterations`, `restarts`, `budget`, `threshold`, `precision`, `device`, `images`, `control`.
+    those of a run file: `iterations`, `restarts`, `budget`, `threshold`, `precision`, `device`, `images`, `control`;
+    and `cost={"rounds": 20, "local": {"lr": 0.1, "epochs": 1, "batch": 8}}`, which trains on the public examples with
+    every defence, for its cost in accuracy.
 
     Attacks that set no iterations of their own share about three minutes of computing, over all defences
     (`budget="auto"`); the result says what that left out. `budget="10m"` is a time for each defence, `budget=None` runs
@@ -202,6 +207,25 @@ def train(
         progress=progress,
         **settings,
     )
+
+
+def open_run(path: Path | str) -> Result | TrainResult:
+    """Open a run directory and return its result, as `audit` and `train` do: `open_run("runs/faces").plot()`.
+
+    Runs of the command line are opened, too, and those that are not finished. Nothing is computed.
+    """
+    from pathlib import Path
+
+    from gradveil.audit.api import opened
+    from gradveil.audit.run_directory import AUDIT
+    from gradveil.federated.training_api import opened_training
+    from gradveil.federated.training_run import is_training
+    from gradveil.report import draw_figure, result_html, write_report
+
+    folder = Path(path)
+    if is_training(folder) and not AUDIT.exists(folder):
+        return opened_training(folder, write_report=write_report, draw_figure=draw_figure)
+    return opened(folder, write_report=write_report, draw_figure=draw_figure, as_html=result_html)
 
 
 def invert(

@@ -38,7 +38,7 @@ def test_sentences_of_a_classifier_are_recovered_by_default(tokenizer):
     result = gradveil.audit(classifier(), (TEXTS, LABELS), tokenizer=tokenizer, target_clients=2)
     pairs = result.findings.verdicts[0].best.info["sentences"]
     assert [pair["truth"] for pair in pairs] == TEXTS[:2] == [pair["reconstruction"] for pair in pairs]
-    assert {row["attack"] for row in result.summary()} == {"span", "embedding-rows"}
+    assert {row["attack"] for row in result.summary()} == {"span-rank"}
     assert TEXTS[0] in (result._repr_html_() or "")
 
 

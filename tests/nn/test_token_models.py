@@ -70,6 +70,22 @@ def test_the_wrapper_computes_what_the_model_does(family):
     assert torch.allclose(model(ids), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
+def test_hidden_units_follow_from_what_the_heads_give(family):
+    model = wrapped(family)
+    layout, params = model.layout, {name: value.detach() for name, value in model.named_parameters()}
+    ids = torch.randint(3, 40, (2, 6), generator=torch.Generator().manual_seed(0))
+    entered = []
+    for path in (layout.out, layout.down):
+        module = model.get_submodule(path.format(0))
+        module.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0]))
+    model(ids)
+    contexts, expected = entered[0], entered[1]
+    carried = layout.first_carried(model, params, 2, ids[:, 2])
+    units = layout.hidden_units(model, params, contexts[:, 2], carried, 0)
+    assert torch.allclose(units, expected[:, 2], atol=1e-5)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_changes_nothing(family):
     model, ids = wrapped(family), drawn(1, 5)

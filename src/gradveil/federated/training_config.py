@@ -27,7 +27,7 @@ UNSEEN = "unseen"
 
 
 _COLUMNS = ("image_column", "label_column")
-_LATER = {**dict.fromkeys((*_COLUMNS, "tokenizer", "tokens")), "train_on": "auxiliary"}
+_LATER = {**dict.fromkeys((*_COLUMNS, "columns", "tokenizer", "tokens")), "train_on": "auxiliary"}
 """Settings of data that runs from before them do not have, with their defaults."""
 
 
@@ -67,6 +67,8 @@ class DataConfig(Section):
     tokenizer, else a vocabulary that is learned from the public texts."""
     tokens: Annotated[int, Field(ge=3)] | None = None
     """For texts: their most tokens, 32 by default. Longer texts are cut."""
+    columns: dict[str, Literal["number", "category"]] | None = None
+    """Kinds of a table's columns, by name: `{ age = "number" }`. Those of the others follow from their values."""
 
     @model_serializer(mode="wrap")
     def _without_later_defaults(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -54,13 +54,19 @@ def open_images(
             image_column=config.image_column,
             label_column=config.label_column,
             column=column,
+            columns=config.columns,
             client_seed=client_seed,
             tokenizer=config.tokenizer,
             tokens=config.tokens,
         )
     except GradveilError as error:
         raise GradveilError(
-            Problem(f"data: {p.where}", p.what, _COLUMN.sub(r"data.\1", p.remedy)) for p in error.problems
+            Problem(
+                f"data.{p.where}" if p.where.startswith("columns") else f"data: {p.where}",
+                p.what,
+                _COLUMN.sub(r"data.\1", p.remedy),
+            )
+            for p in error.problems
         ) from error
 
 

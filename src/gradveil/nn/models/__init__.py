@@ -79,7 +79,11 @@ MODELS: dict[str, ModelEntry] = {
     "vgg11": ModelEntry(vgg11, "VGG-11 with BatchNorm, linear layer 512 -> classes", _VGG),
     "vgg13": ModelEntry(vgg13, "VGG-13 with BatchNorm, linear layer 512 -> classes", _VGG),
     "vgg16": ModelEntry(vgg16, "VGG-16 with BatchNorm, linear layer 512 -> classes", _VGG),
-    "tabular-mlp": ModelEntry(tabular_mlp, "for rows: fully connected layers, width 100, depth 2, ReLU", _TABLEAK),
+    "tabular-mlp": ModelEntry(
+        tabular_mlp,
+        "for rows: fully connected layers, width 100, depth 2, ReLU; one-hot or embedded categories",
+        _TABLEAK,
+    ),
     "tabular-resnet": ModelEntry(
         tabular_resnet, "for rows: embeddings of categories, 2 residual blocks of width 64 with LayerNorm", _TABULAR
     ),

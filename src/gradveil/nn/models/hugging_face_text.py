@@ -14,13 +14,22 @@ from gradveil.nn.token_layout import TokenLayout, TokenModel, next_token_loss
 
 
 def _encoder(stem: str, attention: str, types: bool, offset: int = 0) -> dict[str, Any]:
-    names = ("q_lin", "k_lin", "v_lin") if "transformer" in attention else ("query", "key", "value")
+    distilled = "transformer" in attention
+    names = ("q_lin", "k_lin", "v_lin") if distilled else ("query", "key", "value")
+    layer = f"{stem}.{attention.partition('.attention')[0]}"
+    middle = ("attention.output.LayerNorm", "intermediate")
+    if distilled:
+        middle = ("sa_layer_norm", "ffn.lin1", "ffn.activation")
     return {
         "words": f"{stem}.embeddings.word_embeddings",
         "positions": f"{stem}.embeddings.position_embeddings",
         "types": f"{stem}.embeddings.token_type_embeddings" if types else None,
         "norm": f"{stem}.embeddings.LayerNorm",
         "attention": tuple(f"{stem}.{attention}.{name}" for name in names),
+        "out": f"{layer}.attention.out_lin" if distilled else f"{layer}.attention.output.dense",
+        "middle": tuple(f"{layer}.{name}" for name in middle),
+        "down": f"{layer}.ffn.lin2" if distilled else f"{layer}.output.dense",
+        "carries_normalised": True,
         "offset": offset,
         "causal": False,
     }
@@ -69,7 +78,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": _rotary("gpt_neox", "embed_in", ("attention.query_key_value",)),
 }
 """Families by `model_type` of their configurations."""
-_PATHS = ("words", "positions", "types", "norm", "attention")
+_PATHS = ("words", "positions", "types", "norm", "attention", "out", "middle", "down")
 _ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
 """Settings of dropout that is drawn in a function, which nobody can replay."""
 _AFTER_PADDING = ("roberta", "xlm-roberta", "camembert")
@@ -115,6 +124,7 @@ class HuggingFaceText(TokenModel):
             layers=config.num_hidden_layers,
             padding=padding,
             predicts_words=_predicts_words(inner),
+            heads=config.num_attention_heads,
             **within,
             **others,
         )

@@ -96,6 +96,10 @@ class TextTransformer(TokenModel):
             padding=padding,
             head="head",
             predicts_words=causal,
+            heads=heads,
+            out="blocks.{}.attention.out",
+            middle=tuple(f"blocks.{{}}.{part}" for part in ("before_mlp", "up", "activation")),
+            down="blocks.{}.down",
         )
 
     def forward(self, ids: Tensor) -> Tensor:
