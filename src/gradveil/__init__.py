@@ -60,6 +60,7 @@ __all__ = [
     "audit_epsilon",
     "chain",
     "invert",
+    "open_run",
     "parse",
     "train",
 ]
@@ -99,7 +100,9 @@ def audit(
     Outputs and gradients are compared before and after on the batch, and a replacement that changes them is rejected by
     the module's name; every result and the report list what was replaced. `progress` is printed on standard error: None
     does so on a terminal and in a notebook, True also elsewhere, in plain lines, False never. Further settings are
-    those of a run file: `iterations`, `restarts`, `budget`, `threshold`, `precision`, `device`, `images`, `control`.
+    those of a run file: `iterations`, `restarts`, `budget`, `threshold`, `precision`, `device`, `images`, `control`;
+    and `cost={"rounds": 20, "local": {"lr": 0.1, "epochs": 1, "batch": 8}}`, which trains on the public examples with
+    every defence, for its cost in accuracy.
 
     Attacks that set no iterations of their own share about three minutes of computing, over all defences
     (`budget="auto"`); the result says what that left out. `budget="10m"` is a time for each defence, `budget=None` runs
@@ -193,6 +196,25 @@ def train(
         progress=progress,
         **settings,
     )
+
+
+def open_run(path: Path | str) -> Result | TrainResult:
+    """Open a run directory and return its result, as `audit` and `train` do: `open_run("runs/faces").plot()`.
+
+    Runs of the command line are opened, too, and those that are not finished. Nothing is computed.
+    """
+    from pathlib import Path
+
+    from gradveil.audit.api import opened
+    from gradveil.audit.run_directory import AUDIT
+    from gradveil.federated.training_api import opened_training
+    from gradveil.federated.training_run import is_training
+    from gradveil.report import draw_figure, result_html, write_report
+
+    folder = Path(path)
+    if is_training(folder) and not AUDIT.exists(folder):
+        return opened_training(folder, write_report=write_report, draw_figure=draw_figure)
+    return opened(folder, write_report=write_report, draw_figure=draw_figure, as_html=result_html)
 
 
 def invert(

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, cast
@@ -42,31 +42,37 @@ from gradveil.audit.attack_selection import (
     without_aim,
 )
 from gradveil.audit.attackers.run_attackers import Decision, closed_forms, decide, every, quick, untried, widened
-from gradveil.audit.audit_config import FIRST_SEARCH
+from gradveil.audit.audit_config import FIRST_SEARCH, RunConfig
 from gradveil.audit.audit_run import describe, run, title
+from gradveil.audit.defence_costs import Costs, DefenceCost, costs_of
 from gradveil.audit.display import Screen
 from gradveil.audit.experiment import Experiment
-from gradveil.audit.findings import Findings, findings, print_outcome
+from gradveil.audit.findings import Findings, findings, print_outcome, undone
 from gradveil.audit.grants import told
 from gradveil.audit.preflight import others, unobstructed
 from gradveil.audit.recommendation import Recommendation
-from gradveil.audit.run_directory import Store, Trial, load_run
+from gradveil.audit.run_directory import TRAINING, Store, Trial, load_run
 from gradveil.audit.run_file import resolve, unmet, with_defaults
+from gradveil.audit.sources import training_config
 from gradveil.audit.trial import sharing
 from gradveil.audit.verdict import Verdict
 from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError, Problem, refuse
-from gradveil.core.formatting import number, plural
+from gradveil.core.formatting import number, percent, plural
 from gradveil.core.given_objects import named
 from gradveil.core.noise import Key
 from gradveil.core.space import Space
 from gradveil.core.streams import Stream
 from gradveil.core.types import Batch, Domain, Loss
-from gradveil.data import Dataset
+from gradveil.data import Dataset, Splits
 from gradveil.data.given_examples import Examples, tensors_of
 from gradveil.data.pixel_range import Bounds, pixel_statistics
 from gradveil.defences import Defence, parse
-from gradveil.federated.training_setup import device_problems
+from gradveil.federated.training_run import TRAINING_RUN
+from gradveil.federated.training_run import describe as describe_training
+from gradveil.federated.training_run import run as train
+from gradveil.federated.training_setup import TrainingSetting, TrainingTrial, device_problems, setting_problems
+from gradveil.federated.training_state import RoundResult, Status
 from gradveil.metrics import label_accuracy
 from gradveil.nn.module_paths import count_classes
 from gradveil.spaces import ImageSpace
@@ -88,11 +94,16 @@ class Result:
     warnings: tuple[str, ...] = ()
     """What the attacks of this run leave out: an image that comes back in closed form."""
     as_html: Callable[[Result], str] | None = None
+    costs: Costs = field(default_factory=dict[str, DefenceCost])
+    """What the trainings of the run say that each defence costs."""
+    command: str = "gradveil.audit(...)"
+    undone: int = 0
+    """The number of trials that are not done."""
 
-    @property
+    @cached_property
     def findings(self) -> Findings:
         """Everything that the surfaces show: verdicts, settings and trials as plain objects, the control."""
-        return findings(self.trials, command=_CALL)
+        return findings(self.trials, self.costs, self.command, self.undone)
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -141,7 +152,7 @@ class Result:
         return None if self.as_html is None else self.as_html(self)
 
 
-_CALL = "gradveil.audit(...)"
+_CALL = Result.command
 """The command that a run from Python records."""
 _MORE = "More: result.report() writes a page with pictures, reasons and definitions; result.summary() has each trial."
 
@@ -150,6 +161,14 @@ _TARGET_CLIENTS = 8
 """Target clients of a data set or loader, if the caller does not say how many."""
 _SPEAKERS = 1
 """Clients besides the target clients for whom a data set or loader is read: a defence may let one speak."""
+
+
+def opened(folder: Path, **surfaces: Any) -> Result:
+    """Return the result of an audit on disk, finished or not; `surfaces` write its report, figures and pictures."""
+    run = load_run(folder)
+    facts = {"costs": costs_of(run), "command": str(run.info.get("command", "")), "undone": undone(run)}
+    warnings = tuple(run.info.get("warnings", ()))
+    return Result(run.trials, folder, config=run.info["config"], warnings=warnings, **facts, **surfaces)
 
 
 def audit_model(
@@ -238,8 +257,30 @@ def audit_model(
         joins = every
     if joins is not None:
         experiment, decisions, _ = widened(experiment, decisions, joins)
-    make = partial(Result, write_report=write_report, draw_figure=draw_figure, as_html=as_html)
+    experiment = replace(experiment, cost=_trainings(config, model, data, known, against, loss))
+    make = partial(opened, write_report=write_report, draw_figure=draw_figure, as_html=as_html)
     return _run(experiment, decisions, out, make, progress)
+
+
+def _trainings(
+    config: RunConfig,
+    model: nn.Module,
+    data: Dataset,
+    public: Dataset | None,
+    defences: Mapping[str, Defence],
+    loss: Loss,
+) -> TrainingSetting | None:
+    """Set up the trainings that measure accuracy, on the public examples; None where none are asked for."""
+    if config.cost is None:
+        return None
+    if public is None:
+        refuse(
+            [Problem("cost", "has no examples to train on", "give some that no client holds: public=(inputs, labels)")]
+        )
+    assert public is not None
+    setting = TrainingSetting(training_config(config), Splits(public, data), model=model, defences=defences, loss=loss)
+    refuse([replace(problem, where=f"cost.{problem.where}") for problem in setting_problems(setting)])
+    return setting
 
 
 def _spelled_out(
@@ -311,7 +352,7 @@ def _run(
     experiment: Experiment,
     decisions: Sequence[Decision],
     out: Path | str | None,
-    make: Callable[..., Result],
+    make: Callable[[Path], Result],
     progress: bool | None,
 ) -> Result:
     folder = Path(tempfile.mkdtemp(prefix="gradveil-") if out is None else out)
@@ -331,18 +372,24 @@ def _run(
     with ExitStack() as undo:
         if out is None:  # whatever stops the run, an interrupt too: the temporary folder holds private images
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
-        with (
-            _one_thread(experiment.config.device),
-            Screen(console, title(experiment)) as screen,
-            Store(folder).open(info) as store,
-        ):
-            run(experiment, store, screen, experiment.config.target_clients)
-        done = load_run(folder)
-        result = make(done.trials, folder, config=done.info["config"], warnings=warnings)
+        with _one_thread(experiment.config.device), Store(folder).open(info) as store:
+            if (setting := experiment.cost) is not None:
+                trained = describe_training(setting.config, _CALL, images=setting.data.identities())
+                with TRAINING_RUN.opened(folder / TRAINING, trained):
+                    train(setting, folder / TRAINING, partial(_show_training, console, setting.config.rounds))
+            with Screen(console, title(experiment)) as screen:
+                run(experiment, store, screen, experiment.config.target_clients)
+        result = make(folder)
         undo.pop_all()
     if out is None:
         weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)
     return result
+
+
+def _show_training(console: Console, rounds: int, trial: TrainingTrial, record: RoundResult, _: Status) -> None:
+    if record.number == rounds:
+        after = f"trained with {trial.title}, seed {trial.seed}: accuracy {percent(record.accuracy)}"
+        console.print(after, highlight=False)
 
 
 @contextmanager

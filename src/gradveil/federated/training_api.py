@@ -118,6 +118,14 @@ class TrainResult:
             yield name, summary["status"], percent(summary["accuracy"]), str(summary["rounds"]), sent, got
 
 
+def opened_training(folder: Path, **surfaces: Any) -> TrainResult:
+    """Return the result of a training on disk, as far as it is done; `surfaces` write its report and figures."""
+    done = [(trial, summary) for trial, summary in load_training(folder).trials if summary is not None]
+    summaries = {trial.title: summary for trial, summary in done}
+    files = {trial.title: trial_file(folder, trial) for trial, summary in done if summary["status"] != FAILED}
+    return TrainResult(summaries, folder, files, **surfaces)
+
+
 def train_model(
     model: nn.Module,
     data: Any,
@@ -174,7 +182,7 @@ def train_model(
     setting = TrainingSetting(config, splits, model=model, defences=against, loss=loss)
     refuse(list(device_problems(config.device, config.precision)))
     refuse([_as_argument(problem, prepare) for problem in setting_problems(setting)])
-    return _run(setting, out, partial(TrainResult, write_report=write_report, draw_figure=draw_figure), progress)
+    return _run(setting, out, partial(opened_training, write_report=write_report, draw_figure=draw_figure), progress)
 
 
 def _wrong_objects(model: Any, data: Any, test: Any, settings: Mapping[str, Any]) -> Iterator[Problem]:
@@ -265,7 +273,7 @@ def _fingerprint(model: nn.Module, splits: Splits) -> str:
 def _run(
     setting: TrainingSetting,
     out: Path | str | None,
-    make: Callable[..., TrainResult],
+    make: Callable[[Path], TrainResult],
     progress: bool | None,
 ) -> TrainResult:
     folder = Path(tempfile.mkdtemp(prefix="gradveil-") if out is None else out)
@@ -282,12 +290,7 @@ def _run(
         info = describe(setting.config, "gradveil.train(...)", images=setting.data.identities())
         with TRAINING_RUN.opened(folder, info):
             run(setting, folder, report)
-        done = [(trial, summary) for trial, summary in load_training(folder).trials if summary is not None]
-        result = make(
-            {trial.title: summary for trial, summary in done},
-            folder,
-            {trial.title: trial_file(folder, trial) for trial, summary in done if summary["status"] != FAILED},
-        )
+        result = make(folder)
         undo.pop_all()
     if out is None:
         weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)

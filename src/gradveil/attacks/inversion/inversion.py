@@ -39,7 +39,7 @@ _VALUES = 2**26
 
 
 @dataclass(frozen=True)
-class Search:
+class EndedSearch:
     """The descent of an attack on all rows."""
 
     problem: InversionProblem
@@ -100,7 +100,7 @@ class Inversion(InversionSettings):
         key: Key,
         progress: Callable[[Progress], None] | None = None,
         plan: Sequence[int] = (),
-    ) -> Search:
+    ) -> EndedSearch:
         """Descend on all rows, without comparing the answers with the observed updates; variants are left out."""
         problem = InversionProblem(self, observations, simulated_client, knowledge, key)
         problem.learn()
@@ -116,7 +116,7 @@ class Inversion(InversionSettings):
             report = _reporter(progress, self, rows, done, size) if progress else None
             parts.append(search_rows(self, problem, range(done, done + size), solved, report))
             done += size
-        return Search(problem, joined(parts), chunks, time.perf_counter() - began)
+        return EndedSearch(problem, joined(parts), chunks, time.perf_counter() - began)
 
     def rehearse(
         self, observations: Sequence[Observation], simulated_client: Client, knowledge: Knowledge, key: Key
