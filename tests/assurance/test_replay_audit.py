@@ -51,7 +51,7 @@ def test_honest_client_is_consistent(defence: str, client: Client) -> None:
 def test_lower_bound_is_near_the_claim_of_an_honest_client() -> None:
     found = audit_epsilon(parse("dp(clip=1, sigma=1)")(PLAIN), BATCH, replays=3000)
     assert found.claimed == pytest.approx(CLAIM, abs=0.01)
-    assert 2.5 < found.found <= found.claimed
+    assert 3.6 < found.found <= found.claimed
 
 
 @dataclass(frozen=True)

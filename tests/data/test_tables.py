@@ -8,7 +8,7 @@ import torch
 
 from gradveil.core.errors import GradveilError
 from gradveil.data import DATASETS, load
-from gradveil.data.tables import Halves, fitted, of_frame, placed_values, shared_out, splits_of
+from gradveil.data.tables import Halves, fitted, of_frame, placed_values, shared_out, splits_of, table
 from gradveil.spaces import TableSpace
 
 
@@ -92,6 +92,20 @@ def test_declared_kinds_of_columns_win_over_inferred_ones(tmp_path: Path) -> Non
     assert isinstance(space, TableSpace)
     kinds = {column.name: "category" if column.levels else "number" for column in space.columns}
     assert kinds == {"age": "category", "sex": "category", "visits": "number"}
+
+
+def test_columns_that_follow_from_others_are_inferred_and_others_are_not() -> None:
+    random = torch.Generator().manual_seed(0)
+    ages = torch.randint(20, 80, (400,), generator=random).tolist()
+    sexes = torch.randint(2, (400,), generator=random).tolist()
+    columns = {"age": ages, "months": [12 * age for age in ages], "old": [str(age > 50) for age in ages]}
+    space = table({**columns, "sex": ["fm"[sex] for sex in sexes], "label": [0, 1] * 200}).public.space
+    assert isinstance(space, TableSpace)
+    inferred = {column.name: column.inferred for column in space.columns}
+    assert inferred["age"] == inferred["months"] == 1
+    assert inferred["old"] > 0.9
+    assert inferred["sex"] < 0.65
+    assert next(column for column in space.columns if column.name == "months").guessed == 1
 
 
 def test_every_unknown_column_and_kind_is_named(tmp_path: Path) -> None:

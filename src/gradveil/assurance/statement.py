@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gradveil.assurance.threat_letters import THREAT_MODELS, letter_of
+from gradveil.assurance.threat_letters import NOT_RUN, THREAT_MODELS, letter_of
 from gradveil.audit.attack_check import examine
 from gradveil.audit.attack_selection import canonical
 from gradveil.audit.baselines import interval_of, risk_of
@@ -64,6 +64,8 @@ class LetterResult:
     attack_check: str = ""
     undefended: str = ""
     """The same attack without the defence."""
+    why_not: str = ""
+    """Why the letter was not run."""
 
     @property
     def was_run(self) -> bool:
@@ -227,7 +229,7 @@ def _attackers(verdict: Verdict, rows: Sequence[Row]) -> Iterator[LetterResult]:
     for letter, model in THREAT_MODELS.items():
         here = [row for row in mine if letter_of(row) == letter]
         if not here:
-            yield LetterResult(letter, *model)
+            yield LetterResult(letter, *model, why_not=NOT_RUN[letter])
             continue
         best = max(here, key=lambda row: (row.identifiable, row.identified, row.asr, row.attacker == "adaptive"))
         low, high = interval_of(best, here)

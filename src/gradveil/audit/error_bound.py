@@ -7,7 +7,6 @@ guarantee holds, the probability of recovery is bounded too (`gradveil.theory.re
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -25,7 +24,7 @@ from gradveil.audit.experiment import Experiment
 from gradveil.audit.observe import Truth, in_round, undefended
 from gradveil.client import Client
 from gradveil.core.formatting import number as rounded
-from gradveil.core.formatting import percent, plural
+from gradveil.core.formatting import percent, plural, rounded_up
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, take
@@ -237,10 +236,7 @@ def at_most(share: float) -> str:
     >>> at_most(0.0923617), at_most(0.99999), at_most(0.0), at_most(8.7218e-7)
     ('9.24%', '100%', '0%', '8.73e-05%')
     """
-    if share <= 0:
-        return "0%"
-    digits = 2 - math.floor(math.log10(100 * share))
-    return f"{math.ceil(round(100 * share * 10**digits, 6)) / 10**digits:.3g}%"
+    return f"{rounded_up(100 * share):.3g}%"
 
 
 def releases(bound: Mapping[str, Any]) -> str:

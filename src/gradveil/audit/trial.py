@@ -279,6 +279,8 @@ def tensors_of(found: Reconstruction, seen: Observation) -> Tensors:
     }
     if found.before_undoing is not None:
         tensors["before_undoing"] = found.before_undoing
+    if found.certainty is not None:
+        tensors["certainty"] = found.certainty
     if found.match is not None:
         tensors["match"] = found.match
     return tensors | {f"trace.{count}": value for count, value in found.trace.items()}

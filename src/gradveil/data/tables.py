@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.extras import needs
+from gradveil.data.column_inference import with_inference
 from gradveil.data.dataset import Dataset, Splits
 from gradveil.spaces.table_space import TOLERANCE, TableColumn, TableSpace
 
@@ -160,6 +161,7 @@ def splits_of(
     if column is not None and column != "label" and column not in halves.public:
         raise fail(f"column '{column}'", f"is not in {name}", f"choose among: {', '.join(halves.public)}")
     space = TableSpace(tuple(fitted(one, halves.public[one], kinds.get(one)) for one in features))
+    space = with_inference(space, _inputs(space, halves.public))
     kept = [tuple(halves.public[target if column == "label" else column]) if column else (), ()]
     return Splits(
         *(
@@ -178,12 +180,16 @@ def _made(
     source: str,
     extra: tuple[Any, ...],
 ) -> Dataset:
-    cells = [placed_values(column, values[column.name]) for column in space.columns]
-    inputs = space.encode(torch.stack(cells, -1)).float()
+    inputs = _inputs(space, values)
     plain = zip(*(values[column.name] for column in space.columns), strict=True)
     marks = tuple(int.from_bytes(hashlib.sha256(repr(row).encode()).digest()[:6]) for row in plain)
     targets = torch.tensor(labels, dtype=torch.int64)
     return Dataset(name, inputs, targets, classes, source=source, column=extra, marks=marks, example=space)
+
+
+def _inputs(space: TableSpace, values: Values) -> Tensor:
+    cells = [placed_values(column, values[column.name]) for column in space.columns]
+    return space.encode(torch.stack(cells, -1)).float()
 
 
 def fitted(name: str, values: Sequence[Any], kind: str | None = None) -> TableColumn:

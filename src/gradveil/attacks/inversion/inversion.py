@@ -229,8 +229,9 @@ def _reconstruction(
     first = torch.zeros(1, dtype=torch.long, device=problem.device)
     if attack.batchnorm and not statistics_wanted(problem.knowledge, problem.simulated_client, first, problem.example):
         remarks = (Remark("its BatchNorm prior is left out: the model has no running statistics", (0,)),)
+    final, certainty = _finished(attack, problem, solution.variables[INPUTS].unflatten(0, shape), final)
     return Reconstruction(
-        inputs=_finished(attack, problem, solution.variables[INPUTS].unflatten(0, shape), final),
+        inputs=final,
         targets=targets,
         objective=solution.objective[rows],
         status=tuple(STATUSES[code] for code in solution.status[rows].tolist()),
@@ -242,23 +243,26 @@ def _reconstruction(
         plan=plan,
         trace=trace,
         remarks=remarks,
+        certainty=certainty,
         match=torch.cat([problem.match(chunk, take(solution.variables, chunk)) for chunk in compared]),
     )
 
 
-def _finished(attack: InversionSettings, problem: InversionProblem, every: Tensor, final: Tensor) -> Tensor:
-    """Return the answer [V, B, ...] of the best restart, or of all [V, R, B, ...] together."""
-    space = problem.knowledge.space
+def _finished(
+    attack: InversionSettings, problem: InversionProblem, every: Tensor, final: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return the answer [V, B, ...] of the best restart, or of all [V, R, B, ...] together, and how far they agree."""
+    space, certainty = problem.knowledge.space, None
     if attack.median:
-        return _median(final)
+        return _median(final), None
     if attack.pool and attack.restarts > 1:
         best, matched = space.view(final.cpu().double()), list[Tensor]()
         for restart in every.unbind(1):
             order = space.match(space.view(restart.cpu().double()), best)[0].to(restart.device)
             own = torch.stack([rows[places] for rows, places in zip(restart, order, strict=True)])
             matched.append(torch.where(own.isfinite(), own, final))
-        final = space.pooled(torch.stack(matched))
-    return space.projected(final) if isinstance(attack.images, Relaxed) else final
+        final, certainty = space.pooled(torch.stack(matched)), space.agreement(torch.stack(matched))
+    return space.projected(final) if isinstance(attack.images, Relaxed) else final, certainty
 
 
 def _median(images: Tensor) -> Tensor:
