@@ -486,7 +486,7 @@ def token_targets(seen: Observation, client: Client, knowledge: Knowledge, input
     zeros = torch.zeros(target_clients, examples, dtype=torch.long)
     model = client.model
     bias = seen.update.get(f"{last_layer(model)}.bias")
-    if not isinstance(model, TokenModel) or model.layout.causal or bias is None:
+    if not isinstance(model, TokenModel) or model.layout.predicts_words or bias is None:
         return zeros
     with torch.no_grad():
         outputs = torch.stack([call_on(model, {**seen.params, **client.objective.buffers()}, x) for x in inputs])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.protocol import Attack, CanRefuse
-from gradveil.audit.attack_selection import ADAPTIVE, UNDEFENDED, has_control, undefended
+from gradveil.audit.attack_selection import ADAPTIVE, UNDEFENDED, has_control, is_adaptive, undefended
 from gradveil.audit.attackers.attacker_table import RULES, Rule, aims_at
 from gradveil.audit.attackers.update_facts import UpdateFacts
+from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.run_file import with_defaults
 from gradveil.client import Client
@@ -69,13 +70,35 @@ def decide(experiment: Experiment) -> list[Decision]:
     return [_decision(experiment, rule, text, facts, clients) for rule in rules for text in rule.attacks]
 
 
-def widened(experiment: Experiment, decisions: Sequence[Decision]) -> tuple[Experiment, list[Decision], list[str]]:
-    """Add to `adaptive` what this run's updates give besides; return the decisions then, and what was added and why."""
-    new = [each for each in decisions if not each.reason and not each.tried]
-    told = [
-        f"adaptive: {listing(each.attack for each in added)} too, since {rule.why}" for rule, added in _by_rule(new)
-    ]
-    then = [each if each.reason else replace(each, tried=True) for each in decisions]
+Choice = Callable[[Decision], bool]
+"""Whether an attack that applies to a run joins it."""
+
+
+def every(_decision: Decision) -> bool:
+    """Let every attack join: what `adaptive` expands to."""
+    return True
+
+
+def quick(decision: Decision) -> bool:
+    """Let closed forms of any update join, which take seconds: what a run without named attacks has."""
+    return bool(decision.rule.weakness) and not decision.rule.undisturbed
+
+
+def choice_of(config: RunConfig) -> Choice | None:
+    """Return which attacks on this run's updates join those that it names; None for none."""
+    if any(is_adaptive(text) for text in config.attacks):
+        return every
+    return quick if config.searches_first else None
+
+
+def widened(
+    experiment: Experiment, decisions: Sequence[Decision], joins: Choice = every
+) -> tuple[Experiment, list[Decision], list[str]]:
+    """Add what this run's updates give besides; return the decisions then, and what was added and why."""
+    new = [each for each in decisions if not each.reason and not each.tried and joins(each)]
+    word = ADAPTIVE if joins is every else "attacks"
+    told = [f"{word}: {listing(each.attack for each in added)} too, since {rule.why}" for rule, added in _by_rule(new)]
+    then = [each if each.reason or not joins(each) else replace(each, tried=True) for each in decisions]
     return _with_attacks(experiment, new), then, told
 
 
