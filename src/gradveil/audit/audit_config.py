@@ -16,6 +16,7 @@ from gradveil.federated.training_config import (
     Name,
     Rounds,
     Section,
+    with_tokenizer,
 )
 from gradveil.runs.run_folder import digest
 from gradveil.spaces import TableSpace, TextSpace
@@ -254,6 +255,11 @@ class RunConfig(Section):
         unset = isinstance(value, dict) and value.get("threshold") is None and isinstance(name, str)
         space = {"rows": TableSpace, "texts": TextSpace}.get(kind_of(name)) if unset else None
         return value if space is None else {**value, "threshold": space.threshold}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tokenizer_of_the_model(cls, value: Any) -> Any:
+        return with_tokenizer(value)
 
     @model_validator(mode="before")
     @classmethod

@@ -52,7 +52,11 @@ def leaked(
     signs in a group (Hutchinson 1989), not a number where the update jumps. `nats` [V] bound the mutual information.
     """
     first = Batch(truth.raw.inputs[0], truth.raw.targets[0])
-    why = obstacle(client, first) if experiment.space.pictured else "there is no prior for other data than images"
+    why = (
+        obstacle(client, first)
+        if experiment.space.pictured
+        else f"no prior of {experiment.space.words.plural} is known"
+    )
     if why is None and (experiment.public is None or len(experiment.public) < 2):
         why = "there are no public images to learn a prior from"
     if why is not None or experiment.public is None:

@@ -396,7 +396,7 @@ def _perceptual(experiment: Experiment, matched: Tensor, truth: Tensor, scores: 
     """Add LPIPS to the scores, or return the reason why not under its name."""
     net = experiment.config.lpips
     if not experiment.space.pictured:
-        return {"lpips": f"is for images, not for {experiment.space.words.plural}"}
+        return {} if net is None else {"lpips": f"is for images, not for {experiment.space.words.plural}"}
     if net is None:
         return {"lpips": 'not asked for: set lpips = "alex" (or "vgg") in the run file'}
     found = lpips(matched, truth, net)

@@ -159,6 +159,8 @@ def load(
     column: str | None = None,
     columns: Mapping[str, str] | None = None,
     client_seed: int | None = None,
+    tokenizer: str | None = None,
+    tokens: int | None = None,
 ) -> Splits:
     """Load the public and private images of a data set by its short name, Hugging Face name, or path.
 
@@ -168,7 +170,8 @@ def load(
     used as it is. `column` names an additional column of the public images to read. `columns` declares columns of a
     table as "number" or "category". With `client_seed` the private
     images are those of one of ten clients: a tenth of the training images, drawn and put in random order by the seed.
-    The others stay public, and the test images are not read.
+    The others stay public, and the test images are not read. Texts are cut after `tokens`, by a `tokenizer` of
+    transformers: a folder or a name of the user's cache; without one the vocabulary is learned from public texts.
 
     >>> splits = load("digits", normalise="none", limit_private=8)
     >>> tuple(splits.private.inputs.shape), splits.private.targets.tolist()
@@ -182,7 +185,7 @@ def load(
         where = Path(folder).expanduser() if folder else None
         source = DATASETS[name].source if name in DATASETS else ""
         if kind == "texts":
-            rows = texts.open_texts(name, where, label_column, source)
+            rows = texts.open_texts(name, where, label_column, source, tokenizer, tokens)
         else:
             rows = tables.open_rows(name, where, label_column, source, column, columns)
         if client_seed is not None:

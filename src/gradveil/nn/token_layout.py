@@ -30,6 +30,7 @@ class TokenLayout:
     """Paths of a layer's query, key and value modules, or of the one that holds all three."""
     layers: int
     causal: bool
+    """Tokens see only those before them."""
     padding: int
     """The token number of padding, which is never attended to."""
     positions: str | None = None
@@ -42,6 +43,8 @@ class TokenLayout:
     """Path of the last linear layer; that of a causal model predicts the next words."""
     inputs_first: bool = False
     """Weights are stored as [inputs, outputs]."""
+    predicts_words: bool = False
+    """The model is a language model: it returns the losses of each text's next tokens, not logits of classes."""
     heads: int = 1
     """Heads of attention, which split its width evenly."""
     out: str | None = None
@@ -82,7 +85,11 @@ class TokenLayout:
 
     def _embedded(self, params: Tensors, position: int, words: Tensor | None) -> Tensor:
         table = self.word_table(params)
-        x = table if words is None else table[words]
+        return (table if words is None else table[words]) + self.added(params, position)
+
+    def added(self, params: Tensors, position: int) -> Tensor:
+        """Return what is added to the words of a position [d]: its vector, and that of the first segment type."""
+        x = torch.zeros_like(self.word_table(params)[0])
         if self.positions is not None:
             x = x + params[f"{self.positions}.weight"][position + self.offset]
         if self.types is not None:
@@ -127,11 +134,23 @@ class _Reached(Exception):
 class TokenModel(nn.Module):
     """A model of one tensor of token numbers [B, T], padded to one length.
 
-    Classifiers return logits [B, K]. Causal models return the mean loss [B] of each text's own next tokens; their
+    Classifiers return logits [B, K]. Language models return the mean loss [B] of each text's own next tokens; their
     clients use `own_loss`.
     """
 
     layout: TokenLayout
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of words that the model embeds."""
+        return len(self.layout.word_table(dict(self.named_parameters())))
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Most tokens of a text; None where positions are not learned."""
+        if self.layout.positions is None:
+            return None
+        return len(self.get_parameter(f"{self.layout.positions}.weight")) - self.layout.offset
 
     def keep_mask(self, ids: Tensor) -> Tensor:
         """Return the additive mask [B, 1, T, T]: 0 where a token may look, -1e9 at padding and later tokens.
@@ -160,5 +179,5 @@ def next_token_loss(logits: Tensor, ids: Tensor, padding: int) -> Tensor:
 
 
 def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the losses [B] that a causal `TokenModel` computed itself."""
+    """Return the losses [B] that a language model computed itself, see `TokenModel`."""
     return outputs

@@ -22,7 +22,7 @@ from gradveil.attacks.sequences.sentence_search import MEMBER as SECOND_MEMBER
 from gradveil.attacks.sequences.sentence_search import LogPrior, Sentence, SentenceSearch
 from gradveil.attacks.sequences.token_candidates import Candidates, rank_words
 from gradveil.attacks.sequences.token_companions import TokenCompanions
-from gradveil.attacks.sequences.token_span import TokenSpan, is_pruned, token_span
+from gradveil.attacks.sequences.token_span import TOLERANCE, TokenSpan, is_pruned, token_span
 from gradveil.attacks.sequences.word_prior import word_pairs
 from gradveil.attacks.sequences.word_rows import WordRows, word_rows
 from gradveil.client import Client
@@ -46,6 +46,8 @@ _TRIES = 40
 """Tokens per example from which a sentence is solved for."""
 _SCHEDULE = ((8, 12), (16, 32), (24, 64))
 """Width of the beam and words per position, tried in this order until a sentence is proved."""
+_MANY = 4
+"""Sentences of an encoder's batch above which only the narrowest beam is tried: wider ones find no more in minutes."""
 _CAUSAL = ((256, 1024),)
 """Prefixes of causal texts are tested exactly, so that one wide beam finds all texts."""
 _MOST = 1024
@@ -54,6 +56,10 @@ _RANKED = 16
 """Width of the beam under noise."""
 _LABELS = 10
 """Most classes that are tried to subtract a sentence."""
+_FALLS = 0.1
+"""Directions per token that a subtraction has to remove; in the hidden units' span it is about 1."""
+_SUBTRACTED = 3
+"""Rounding after a subtraction, relative to that of the update."""
 _DUST = 1e-4
 """Share of an embedding's row below which the rest of a subtraction is rounding."""
 _DIFFERENT = 0.3
@@ -182,7 +188,8 @@ class _Client:
             for anchor in self._anchors(system, left, [] if subtracts else found):
                 tries -= 1
                 solved = system.solve(anchor)
-                if solved.largest < _FITS:
+                known = {tuple(one.words.tolist()) for one in found}
+                if solved.largest < _FITS and tuple(system.words[solved.places].tolist()) not in known:
                     sentence = self._searching(system.candidates, left, _RANKED, None).measured(
                         system.words[solved.places]
                     )
@@ -218,7 +225,8 @@ class _Client:
         gradient = self.rest[name]
         if self.units is None or self.units[0] is not gradient:
             tokens = self.seen.examples * self.space.shape[0]
-            self.units = gradient, token_span([gradient], tokens, gradient.dtype, _FINE)
+            tolerance = _rounding([gradient], [self.seen.update[name][self.client]], _FINE)
+            self.units = gradient, token_span([gradient], tokens, gradient.dtype, tolerance)
         return self.units[1]
 
     def _anchors(self, system: TokenCompanions, left: int, found: Sequence[Sentence]) -> list[int]:
@@ -238,6 +246,8 @@ class _Client:
         """Search for the sentences that are left, prefix by prefix."""
         left = self.seen.examples - len(found)
         schedule = _CAUSAL if self.layout.causal else _SCHEDULE
+        if not self.layout.causal and left > _MANY:
+            schedule = _SCHEDULE[:1]
         level = 0
         while left and first.rank:
             widest = level == len(schedule) - 1
@@ -246,7 +256,7 @@ class _Client:
             tried = search.run(4 * left, avoid)
             proved = [one for one in tried if one.proved]
             if not proved and widest:
-                better = [search.improved(one) for one in tried[: 2 * left]]
+                better = [search.improved(one) for one in tried[: 2 * left]] if left <= _MANY else tried
                 proved = [one for one in better if one.proved]
                 if not proved:
                     found += _distinct(sorted(better, key=lambda one: one.cost), left)
@@ -269,10 +279,12 @@ class _Client:
     def _span(self, layer: int, examples: int) -> TokenSpan:
         one = {name: value.unsqueeze(0) for name, value in self.rest.items()}
         gradients = [value[0] for value in self.layout.gradients(one, layer)]
+        before = [value[self.client] for value in self.layout.gradients(self.seen.update, layer)]
         if not gradients:
             remedy = "train attention, or choose embedding-rows"
             raise fail(f"attack.{self.attack.name}", f"layer {layer} of attention was not sent", remedy)
-        return token_span(gradients, examples * self.space.shape[0], next(iter(self.params.values())).dtype)
+        dtype = next(iter(self.params.values())).dtype
+        return token_span(gradients, examples * self.space.shape[0], dtype, _rounding(gradients, before, TOLERANCE))
 
     def _second(self, examples: int) -> TokenSpan | None:
         one = {name: value.unsqueeze(0) for name, value in self.rest.items()}
@@ -348,7 +360,7 @@ class _Client:
             if best is None or left < best[0]:
                 best = (left, self.rest, self.units)
         self.rest, self.units = before, units
-        if best is None or best[0] >= rank:
+        if best is None or best[0] > rank - _FALLS * len(sentence.words):
             return None
         self.rest, self.units = best[1:]
         return self._span(0, self.seen.examples)
@@ -397,6 +409,12 @@ class _Client:
                 words = torch.cat([one.words, torch.tensor([best])])
             completed.append(replace(one, words=words))
         return completed
+
+
+def _rounding(left: Sequence[Tensor], before: Sequence[Tensor], tolerance: float) -> float:
+    """Return the relative singular value of rounding in what subtractions left: it stays as large as it was before."""
+    shares = [float(one.norm() / other.norm().clamp_min(1e-30)) for one, other in zip(left, before, strict=True)]
+    return tolerance if min(shares) > 0.999 else _SUBTRACTED * tolerance / max(min(shares), 1e-30)
 
 
 _SAME = 0.01
@@ -453,7 +471,7 @@ def token_targets(seen: Observation, client: Client, knowledge: Knowledge, input
     zeros = torch.zeros(target_clients, examples, dtype=torch.long)
     model = client.model
     bias = seen.update.get(f"{last_layer(model)}.bias")
-    if not isinstance(model, TokenModel) or model.layout.causal or bias is None:
+    if not isinstance(model, TokenModel) or model.layout.predicts_words or bias is None:
         return zeros
     with torch.no_grad():
         outputs = torch.stack([call_on(model, {**seen.params, **client.objective.buffers()}, x) for x in inputs])
