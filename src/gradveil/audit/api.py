@@ -36,7 +36,6 @@ from gradveil.audit.attack_selection import (
     aim,
     attacks_against,
     auto_budget,
-    is_adaptive,
     nothing_to_try,
     stands_for_many,
     without_aim,
@@ -229,8 +228,8 @@ def audit_model(
     config = resolve({**raw, "target_clients": target_clients}, names=False)
     experiment = Experiment(config, data, known, _copies(model), against, tried, loss, facts, tuple(done))
     experiment = unobstructed(experiment)
-    decisions = decide(experiment)
-    if any(isinstance(attack, str) and is_adaptive(attack) for attack in attacks):
+    decisions = decide(experiment, [attack for attack in attacks if isinstance(attack, str)])
+    if any(isinstance(attack, str) and stands_for_many(attack) for attack in attacks):
         experiment, decisions, _ = widened(experiment, decisions)
     make = partial(Result, write_report=write_report, draw_figure=draw_figure, as_html=as_html)
     return _run(experiment, decisions, out, make, progress)

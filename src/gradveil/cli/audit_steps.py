@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from gradveil.audit.attack_selection import auto_budget, is_adaptive, trials, without_aim
+from gradveil.audit.attack_selection import auto_budget, stands_for_many, trials, without_aim
 from gradveil.audit.attackers.run_attackers import Decision, closed_forms, decide, untried, widened
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.audit_run import describe, run, site, title
@@ -106,7 +106,7 @@ def open_run(config: RunConfig, data_dir: Path | None) -> tuple[Experiment, list
     console = Console(stderr=True, soft_wrap=True, markup=False)
     experiment = open_experiment(config, data_dir)
     decisions = decide(experiment)
-    if any(is_adaptive(text) for text in config.attacks):
+    if any(stands_for_many(text) for text in config.attacks):
         experiment, decisions, added = widened(experiment, decisions)
         for line in added:
             console.print(Text(line))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from gradveil.audit.attack_selection import is_adaptive
+from gradveil.audit.attack_selection import stands_for_many
 from gradveil.audit.attackers.run_attackers import decide, widened
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.audit_run import describe as describe_audit
@@ -210,7 +210,7 @@ def _audit(
 ) -> None:
     count = workers or cores()
     experiment = open_experiment(config, data_dir)
-    if any(is_adaptive(text) for text in config.attacks):
+    if any(stands_for_many(text) for text in config.attacks):
         experiment, _, _ = widened(experiment, decide(experiment))
         config = experiment.config
     share = -(-config.target_clients // count)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.protocol import Attack, CanRefuse
-from gradveil.audit.attack_selection import ADAPTIVE, UNDEFENDED, has_control, undefended
-from gradveil.audit.attackers.attacker_table import RULES, Rule, aims_at
+from gradveil.audit.attack_selection import ADAPTIVE, MALICIOUS, UNDEFENDED, has_control, undefended, without_aim
+from gradveil.audit.attackers.attacker_table import RULES, Rule, Server, aims_at
 from gradveil.audit.attackers.update_facts import UpdateFacts
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.run_file import with_defaults
@@ -22,6 +22,10 @@ Unfit = dict[tuple[int, str, str], str]
 
 ADAPTIVE_OPTION = f"--attack {ADAPTIVE}"
 """How to try what applies."""
+
+
+_WORDS: Mapping[Server, str] = {"curious": ADAPTIVE, "malicious": MALICIOUS}
+"""The words of a run for the attacks of each server."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class Decision:
     """Where else it does not apply."""
     weak: Mapping[int, str]
     """client -> what its update shows, where the row is for it."""
+    asked: bool = False
+    """Whether the run has the word, `adaptive` or `malicious`, for the attacks of the row."""
 
     @property
     def texts(self) -> list[str]:
@@ -60,22 +66,38 @@ class Decision:
         return f"applies ({ADAPTIVE_OPTION}): {self.rule.why}"
 
 
-def decide(experiment: Experiment) -> list[Decision]:
-    """Decide for every row that looks at updates whether it applies to this run, in the order of the table."""
+def decide(experiment: Experiment, attacks: Iterable[str] | None = None) -> list[Decision]:
+    """Decide for every row that looks at updates whether it applies to this run, in the order of the table.
+
+    Rows of a malicious server are decided only where the attacks, by default those of the run's configuration, have the
+    word for them.
+    """
+    words = {text.strip().lower() for text in without_aim(experiment.config.attacks if attacks is None else attacks)}
     facts = [UpdateFacts(experiment, index) for index in range(len(experiment.config.client))]
     clients = _Clients(experiment)
     kind = experiment.space.words.kind
-    rules = (rule for rule in RULES if rule.seen and rule.server == "curious" and kind in rule.kinds)
-    return [_decision(experiment, rule, text, facts, clients) for rule in rules for text in rule.attacks]
+    asked: Mapping[Server, bool] = {server: word in words for server, word in _WORDS.items()}
+    rules = [rule for rule in RULES if rule.seen and kind in rule.kinds]
+    return [
+        replace(_decision(experiment, rule, text, facts, clients), asked=asked[rule.server])
+        for rule in rules
+        if rule.server == "curious" or asked[rule.server]
+        for text in rule.attacks
+    ]
 
 
 def widened(experiment: Experiment, decisions: Sequence[Decision]) -> tuple[Experiment, list[Decision], list[str]]:
-    """Add to `adaptive` what this run's updates give besides; return the decisions then, and what was added and why."""
-    new = [each for each in decisions if not each.reason and not each.tried]
+    """Add to `adaptive` and `malicious` what this run's updates give besides.
+
+    Returns the run and the decisions then, and what was added and why.
+    """
+    asked = [each for each in decisions if not each.reason and each.asked]
+    new = [each for each in asked if not each.tried]
     told = [
-        f"adaptive: {listing(each.attack for each in added)} too, since {rule.why}" for rule, added in _by_rule(new)
+        f"{_WORDS[rule.server]}: {listing(each.attack for each in added)} too, since {rule.why}"
+        for rule, added in _by_rule(new)
     ]
-    then = [each if each.reason else replace(each, tried=True) for each in decisions]
+    then = [replace(each, tried=True) if each in asked else each for each in decisions]
     return _with_attacks(experiment, new), then, told
 
 

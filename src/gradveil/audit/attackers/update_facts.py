@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from gradveil.attacks.closed_form.disturbed import prior_problems
 from gradveil.attacks.closed_form.unmix import Unmix
+from gradveil.attacks.malicious.hidden_units import CopiedRows, QuantileBiases
 from gradveil.attacks.protocol import Prospect
 from gradveil.audit.attackers.attacker_table import FACTS, Fact, Rule
 from gradveil.audit.experiment import Experiment
@@ -96,6 +97,9 @@ class UpdateFacts:
         holds, lacks = FACTS[fact]
         if fact == "wide first layer":
             return _unless(list(Unmix().problems(self.prospect(self.client))), holds)
+        if fact == "hidden layer":
+            prospect = self.prospect(self.client)
+            return _unless([*QuantileBiases().problems(prospect), *CopiedRows().problems(prospect)], holds)
         if fact in ("chain", "solvable chain"):
             links, problems = self.links
             many = f"the model is a plain chain of {plural(len(links), 'layer')}"
