@@ -1,12 +1,12 @@
 """Malicious servers against a client's guard: what is recovered and what is reported, and 200 honest rounds.
 
-    python -m benchmarks.hidden_servers --data-dir FOLDER [--batches 32] [--rounds 200] [--output FILE.csv]
+    python -m benchmarks.hidden_servers --data-dir FOLDER [--data mnist] [--parts attack] [--output FILE.csv]
 
 Each attack of a server that changes the model crafts it for an undefended client of the first images of CIFAR-10's and
 MNIST's test sets, fresh and trained. A line has what the attack recovers with the guard off (SSIM above 0.5), what the
 received weights, the weights with those of the round before, and the client's own update show, and what is recovered
-where the guard refuses malice, or leaks too. `honest` lines are federations of four clients whose guards inspect every
-round: the number of alarms.
+where the guard refuses malice, or leaks too. `honest` lines are federations of four clients, of which `guards` inspect
+every round: the number of alarms, and of updates that leak. Lines are appended to the file as they come.
 """
 
 from __future__ import annotations
@@ -38,7 +38,19 @@ from gradveil.nn.normalisation import BatchStatistics, FrozenNorm, LayerNorm
 
 COLUMNS = (
     *("kind", "data", "model", "state", "attack", "batch", "wanted", "recovered", "refusing_malice", "refusing_leaks"),
-    *("weights", "weights_and_previous", "malice", "leak", "alarms", "rounds", "date", "machine", "torch", "seed"),
+    *(
+        "weights",
+        "weights_and_previous",
+        "malice",
+        "leak",
+        "alarms",
+        "rounds",
+        "guards",
+        "date",
+        "machine",
+        "torch",
+        "seed",
+    ),
 )
 SEED, CLIENTS = 0, 4
 _LEAKS = 0.25
@@ -143,7 +155,7 @@ def attacked(net: nn.Module, text: str, batch: Batch, public: Dataset) -> dict[s
     }
 
 
-def honest_rounds(net: nn.Module, public: Dataset, rounds: int, local: Local | None) -> dict[str, Any]:
+def honest_rounds(net: nn.Module, public: Dataset, rounds: int, guards: int, local: Local | None) -> dict[str, Any]:
     """Train four clients with guards that inspect every round, and count the alarms."""
     client = Client(net, local=local)
     params = {**client.params(), **dict(net.named_buffers())}
@@ -158,21 +170,23 @@ def honest_rounds(net: nn.Module, public: Dataset, rounds: int, local: Local | N
         for place in range(CLIENTS):
             rows = place * own + torch.randperm(own, generator=generator)[:examples]
             batch = Batch(public.inputs[rows], public.targets[rows])
-            findings = inspect(net, params, previous, last.get(place), 1)
             task = ClientTask(batch, Key(SEED, (f"{number}-{place}",)), client.init(params))
             with torch.no_grad():
                 update, _ = drawn_update(client, params, *task)
-            first = first_gradient(client, params, task)
-            exposed = exposure(client, params, batch, update, previous, first, last.get(place))
-            alarms += bool(findings) + bool(exposed.malice)
-            leaks += exposed.leak(_LEAKS) is not None
+            if place < guards:
+                findings = inspect(net, params, previous, last.get(place), 1)
+                first = first_gradient(client, params, task)
+                exposed = exposure(client, params, batch, update, previous, first, last.get(place))
+                alarms += bool(findings) + bool(exposed.malice)
+                leaks += exposed.leak(_LEAKS) is not None
             updates.append(update)
             last[place] = update
         previous = params
         step = 1.0 if local else 0.1
         mean = {name: torch.stack([update[name] for update in updates]).mean(0) for name in updates[0]}
         params = {name: value - step * mean[name] if name in mean else value for name, value in params.items()}
-    return {"batch": local.batch if local else examples, "alarms": alarms, "leak": leaks, "rounds": rounds}
+    size = local.batch if local else examples
+    return {"batch": size, "alarms": alarms, "leak": leaks, "rounds": rounds, "guards": guards}
 
 
 def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -180,7 +194,7 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name in options.data:
         splits = load(name, data_dir=options.data_dir, limit_public=2000, limit_private=32)
         public, shape = splits.public, tuple(splits.private.inputs.shape[1:])
-        for state in ("fresh", "trained"):
+        for state in ("fresh", "trained") if "attack" in options.parts else ():
             for model, net, attacks in models(shape):
                 made = trained(net, public) if state == "trained" else net
                 for size in options.batches:
@@ -189,9 +203,9 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                         found = attacked(made, text, batch, public)
                         if found is not None:
                             yield {"kind": "attack", "data": name, "model": model, "state": state, **found}
-        for model, net, _ in models(shape):
+        for model, net, _ in models(shape) if "honest" in options.parts else ():
             for local in (None, Local(batch=32, lr=0.1, epochs=2)):
-                found = honest_rounds(net, public, options.rounds, local)
+                found = honest_rounds(net, public, options.rounds, options.guards, local)
                 state = "2 local epochs" if local else "one gradient"
                 yield {"kind": "honest", "data": name, "model": model, "state": state, **found}
 
@@ -203,18 +217,21 @@ def main() -> None:
     parser.add_argument("--data", nargs="+", default=["mnist", "cifar10"])
     parser.add_argument("--batches", nargs="+", type=int, default=[8, 32])
     parser.add_argument("--rounds", type=int, default=200, help="rounds of each honest federation")
+    parser.add_argument("--parts", nargs="+", default=["attack", "honest"], choices=["attack", "honest"])
+    parser.add_argument("--guards", type=int, default=1, help="clients whose guards inspect an honest federation")
     parser.add_argument("--output", type=Path, help="a CSV file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    lines: list[dict[str, Any]] = []
+    new = options.output is not None and not options.output.exists()
     for line in measured(options):
-        lines.append({**line, **facts()})
-        print(*(line.get(name, "") for name in COLUMNS[:16]), sep="\t", flush=True)
-    if options.output:
-        with options.output.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(lines)
+        print(*(line.get(name, "") for name in COLUMNS[:17]), sep="\t", flush=True)
+        if options.output:
+            with options.output.open("a", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
+                if new:
+                    writer.writeheader()
+                writer.writerow({**line, **facts()})
+            new = False
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from gradveil.attacks.inversion_presets import (
     pig,
     portfolio,
     sapag,
+    sme,
     tableak,
     vbia,
     wiig,
@@ -119,7 +120,7 @@ _IN_ORDER = (
         "step_size",
         "rounds",
     ),
-    *("batchnorm", "group", "register", "langevin", "halving", "median", "undo"),
+    *("batchnorm", "group", "register", "langevin", "halving", "median", "undo", "surrogate"),
 )
 _DECLARED = {
     **{setting.name: setting for part in (Inversion, Descent, Adam) for setting in settings_of(part)},
@@ -293,6 +294,10 @@ def known_as(attack: Inversion, setting: str) -> str | None:
 
 _COMBINING = "Scheliga, Mäder, Seeland 2024, Combining Stochastic Defenses to Resist Gradient Inversion"
 _GRADINVERSION = "Yin et al. 2021, See through Gradients: Image Batch Recovery via GradInversion (CVPR)"
+_SME = (
+    "Zhu, Yao, Blaschko 2023, Surrogate Model Extension (SME): A Fast and Accurate Weight Update Attack on Federated "
+    "Learning (ICML)"
+)
 _DROPOUT = "Scheliga, Mäder, Seeland 2023, Dropout is NOT All You Need to Prevent Gradient Leakage (AAAI)"
 
 _ANALYTIC = (
@@ -362,6 +367,7 @@ ATTACKS: dict[str, AttackEntry] = {
         InversionEntry("portfolio", portfolio, "CDIA by plain Adam, tried on simulated clients first", _PORTFOLIO),
         InversionEntry("tableak", tableak, "rows of a table: softmax of categories, restarts pooled", _TABLEAK),
         InversionEntry("sapag", sapag, "Gaussian kernel distance per layer", "Wang et al., 2020"),
+        InversionEntry("sme", sme, "one gradient of all examples on the line of local training", _SME),
         InversionEntry("gi", gi, "l2 distance, BatchNorm prior, restarts that agree", _GRADINVERSION),
         InversionEntry("gi-strong", gi_strong, "GI with the batch's true BatchNorm statistics", _GRADINVERSION),
         GenerativeEntry("grnn", grnn, "the weights of a generator, fitted to the update", _GRNN, UNTRAINED),

@@ -21,6 +21,7 @@ Server = Literal["curious", "malicious"]
 Fact = Literal[
     "one example",
     "several examples",
+    "local steps",
     "wide first layer",
     "shown input",
     "patches",
@@ -36,6 +37,7 @@ Fact = Literal[
 FACTS: dict[Fact, tuple[str, str]] = {
     "one example": ("an update is the gradient of one example", "an update holds several examples or local steps"),
     "several examples": ("an update holds several examples", "an update holds a single example"),
+    "local steps": ("an update is the sum of several local steps", "an update is one gradient"),
     "wide first layer": (
         "the first layer is fully connected and has a row for every example",
         "the first layer is not fully connected, or has fewer rows than the update has examples",
@@ -205,6 +207,12 @@ RULES: tuple[Rule, ...] = (
         "the gradient of each layer has known factors, which masks and noise leave overdetermined",
         update=("one example", "chain"),
         defence="changes updates",
+    ),
+    Rule(
+        ("sme",),
+        "one gradient on the line between the parameters explains many steps, whatever their size and number",
+        update=("local steps",),
+        unlabelled="labels=restore",
     ),
     Rule(
         ("cdia(batchnorm=0.01)",),

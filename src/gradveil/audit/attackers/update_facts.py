@@ -80,6 +80,10 @@ class UpdateFacts:
         if fact == "several examples":
             several = self.settings.examples > 1
             return SeenFact(several, holds if several else lacks)
+        if fact == "local steps":
+            local = self.client.local
+            steps = 1 if local is None else local.count(self.settings.examples // self.client.members)
+            return SeenFact(steps > 1, holds if steps > 1 else lacks)
         if fact == "changed update":
             slots = ((getattr(d, "step", None), getattr(d, "send", None)) for d in self.experiment.defences.values())
             changed = any(slot is not None for both in slots for slot in both)
