@@ -60,6 +60,7 @@ __all__ = [
     "audit_epsilon",
     "chain",
     "invert",
+    "open_run",
     "parse",
     "train",
 ]
@@ -70,9 +71,11 @@ def audit(
     batch: Examples,
     loss: Loss | None = None,
     defences: Sequence[str | Defence] = ("none",),
-    attacks: Sequence[str | Attack] = ("ig",),
+    attacks: Sequence[str | Attack] | None = None,
     *,
     client_batch: int = 1,
+    tokenizer: Any = None,
+    length: int | None = None,
     bounds: Literal["unit"] | tuple[float, float] | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
@@ -89,7 +92,12 @@ def audit(
     and `labels`, say), a data set or a DataLoader (of which `target_clients=8` clients are read); every `client_batch`
     examples are one target client (the last are nobody's where a defence lets other clients speak before a round:
     `adgp`). `loss` takes (outputs, targets), cross-entropy if none is given. Defences and attacks are texts as on the
-    command line (`"dp(clip=20, sigma=1e-3)"`, `"ig(iterations=500)"`) or objects. Inputs are (pixel - mean) / std with
+    command line (`"dp(clip=20, sigma=1e-3)"`, `"ig(iterations=500)"`) or objects. Without `attacks`, a search that
+    simulates every defence (of images `cdia`, of texts `span-rank`) and the closed forms that apply are tried. A model
+    of transformers that reads texts takes (strings, labels) with its `tokenizer`, or token numbers: a tensor, or a dict
+    as tokenizers return it. Language models need no labels and have their own loss. `length` cuts texts to so many
+    tokens.
+    Inputs are (pixel - mean) / std with
     pixels in [0, 1]; without mean and std, `bounds` is the range of the inputs: `"unit"` for [0, 1], a pair, or None to
     take it from what is given. `public` is (inputs, targets) like the batch's own, none of them in it: for attackers
     who learn from such data, for defences that use it, and for the guesses that a rate is held against. `out` keeps the
@@ -98,7 +106,9 @@ def audit(
     Outputs and gradients are compared before and after on the batch, and a replacement that changes them is rejected by
     the module's name; every result and the report list what was replaced. `progress` is printed on standard error: None
     does so on a terminal and in a notebook, True also elsewhere, in plain lines, False never. Further settings are
-    those of a run file: `iterations`, `restarts`, `budget`, `threshold`, `precision`, `device`, `images`, `control`.
+    those of a run file: `iterations`, `restarts`, `budget`, `threshold`, `precision`, `device`, `images`, `control`;
+    and `cost={"rounds": 20, "local": {"lr": 0.1, "epochs": 1, "batch": 8}}`, which trains on the public examples with
+    every defence, for its cost in accuracy.
 
     Attacks that set no iterations of their own share about three minutes of computing, over all defences
     (`budget="auto"`); the result says what that left out. `budget="10m"` is a time for each defence, `budget=None` runs
@@ -110,19 +120,20 @@ def audit(
     with model, batch and names is raised at once, before any attack, as a `GradveilError` with its `problems`.
     """
     from gradveil.audit.api import audit_model
-    from gradveil.client import cross_entropy
     from gradveil.report import draw_figure, result_html, write_report
 
     return audit_model(
         model,
         batch,
-        cross_entropy if loss is None else loss,
+        loss,
         settings.pop("defenses", defences),
         attacks,
         write_report=write_report,
         as_html=result_html,
         draw_figure=draw_figure,
         client_batch=client_batch,
+        tokenizer=tokenizer,
+        length=length,
         bounds=bounds,
         mean=mean,
         std=std,
@@ -145,6 +156,8 @@ def train(
     defences: Sequence[str | Defence] = ("none",),
     loss: Loss | None = None,
     local: Local | Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
+    length: int | None = None,
     bounds: Literal["unit"] | tuple[float, float] | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
@@ -158,6 +171,7 @@ def train(
 
     `data` is what the clients share and `test` says how good the trained model is: data sets, loaders, or (inputs [N,
     C, H, W], targets [N] class numbers) as for `gradveil.audit`; both at once as `gradveil.data.load` returns them.
+    Texts come with the `tokenizer` of a model of transformers, as for `audit`.
     Every training starts from the model's own weights; the model is left as it is. `local` is the clients' local
     training (`Local(batch=16, lr=0.1, epochs=1)`), without it each sends one gradient a round. `loss`, `defences`,
     `mean`, `std`, `bounds`, `prepare`, `out` and `progress` are as for `gradveil.audit`: with `out`, the same call goes
@@ -168,7 +182,6 @@ def train(
     `report()` and `plot()`. Everything wrong with model, data and names is raised at once, before any round, as a
     `GradveilError`.
     """
-    from gradveil.client import cross_entropy
     from gradveil.federated.training_api import train_model
     from gradveil.report import draw_figure, write_report
 
@@ -179,8 +192,10 @@ def train(
         rounds,
         clients,
         settings.pop("defenses", defences),
-        cross_entropy if loss is None else loss,
+        loss,
         local,
+        tokenizer=tokenizer,
+        length=length,
         write_report=write_report,
         draw_figure=draw_figure,
         bounds=bounds,
@@ -194,11 +209,32 @@ def train(
     )
 
 
+def open_run(path: Path | str) -> Result | TrainResult:
+    """Open a run directory and return its result, as `audit` and `train` do: `open_run("runs/faces").plot()`.
+
+    Runs of the command line are opened, too, and those that are not finished. Nothing is computed.
+    """
+    from pathlib import Path
+
+    from gradveil.audit.api import opened
+    from gradveil.audit.run_directory import AUDIT
+    from gradveil.federated.training_api import opened_training
+    from gradveil.federated.training_run import is_training
+    from gradveil.report import draw_figure, result_html, write_report
+
+    folder = Path(path)
+    if is_training(folder) and not AUDIT.exists(folder):
+        return opened_training(folder, write_report=write_report, draw_figure=draw_figure)
+    return opened(folder, write_report=write_report, draw_figure=draw_figure, as_html=result_html)
+
+
 def invert(
     model: nn.Module,
     update: Mapping[str, Tensor],
-    attack: str | Attack = "ig",
+    attack: str | Attack | None = None,
     *,
+    tokenizer: Any = None,
+    length: int | None = None,
     labels: Tensor | Sequence[int] | None = None,
     examples: int | None = None,
     shape: tuple[int, int, int] | None = None,
@@ -222,12 +258,13 @@ def invert(
     std with pixels in [0, 1], or lie in `bounds` ([0, 1] if nothing is said). `defence` is what the update's client has
     (attacks that simulate it learn of it), `public` examples for attacks that train on them. `truth`, inputs or
     (inputs, labels), is only compared with the answer. `prepare=True` attacks a copy of the model, as `audit`
-    does.
+    does. Without a name the attack is `ig`, for models of texts `span`. Those take `tokenizer` as for `audit`, and
+    `length`, the most tokens of a text.
 
-    The result has `images` (pixels), `labels`, the attacker's `objective`, `status`, and with a truth `metrics`.
+    The result has `images` (pixels; of texts token numbers, and `texts`), `labels`, the attacker's `objective`,
+    `status`, and with a truth `metrics`.
     """
     from gradveil.audit.api import invert_update
-    from gradveil.client import cross_entropy
     from gradveil.report import inverted_html
 
     return invert_update(
@@ -235,8 +272,10 @@ def invert(
         update,
         attack,
         labels,
-        cross_entropy if loss is None else loss,
+        loss,
         as_html=inverted_html,
+        tokenizer=tokenizer,
+        length=length,
         examples=examples,
         shape=shape,
         bounds=bounds,

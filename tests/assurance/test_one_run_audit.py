@@ -28,6 +28,24 @@ def test_update_with_hardly_any_noise_violates_its_claim() -> None:
     assert found.found > 1.2
 
 
+def test_surest_guesses_say_more_of_honest_noise_than_all() -> None:
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4096, 2))
+    client = parse("dp(clip=1, sigma=0.5)")(Client(model))
+    count, dim = 200, 4096
+    rows = torch.randn(count, 1, 64, 64, generator=torch.Generator().manual_seed(0)) * dim
+    canaries = Batch(rows, torch.zeros(count, dtype=torch.long))
+    included = torch.arange(count) % 2 == 0
+    kept = Batch(*(value[included] for value in canaries))
+    params = client.params()
+    noise = client.noise_spec(params, kept).sample(Key(0))
+    update = {
+        name: value.detach() for name, value in client.update(params, kept, noise, client.init(params))[0].items()
+    }
+    every = one_run_audit(client, update, canaries, included, guesses=count)
+    usual = one_run_audit(client, update, canaries, included)
+    assert every.found < usual.found < usual.claimed
+
+
 def test_wrong_arguments_are_reported_together() -> None:
     client, flags = parse("dp(clip=1, sigma=1)")(Client(Tiny())), torch.ones(3)
     with pytest.raises(GradveilError) as caught:

@@ -34,8 +34,8 @@ def network() -> nn.Module:
     return build("lenet-zhu", channels=1, size=16, classes=3, generator=generator)
 
 
-def examples(count: int = 2) -> tuple[Tensor, Tensor]:
-    inputs = torch.rand(count, 1, 16, 16, generator=torch.Generator().manual_seed(1))
+def examples(count: int = 2, seed: int = 1) -> tuple[Tensor, Tensor]:
+    inputs = torch.rand(count, 1, 16, 16, generator=torch.Generator().manual_seed(seed))
     return inputs, torch.arange(count) % 3
 
 
@@ -75,6 +75,49 @@ def test_a_model_and_a_batch_of_ones_own(tmp_path: Path) -> None:
     assert result.report(tmp_path / "page.html").read_text() == str(tmp_path / "run")
 
 
+def test_a_run_is_opened_again_with_the_same_result(tmp_path: Path) -> None:
+    whole = gradveil.audit(network(), examples(), defences=["none", "prune(0.9)"], attacks=[ATTACK], out=tmp_path / "a")
+    again = gradveil.open_run(tmp_path / "a")
+    assert isinstance(again, Result)
+    assert str(again) == str(whole)
+    assert again.summary() == whole.summary()
+    assert again._repr_html_() == whole._repr_html_()
+    assert again.report().is_file()
+    with pytest.raises(GradveilError, match="is not a run directory"):
+        gradveil.open_run(tmp_path)
+
+
+def test_a_training_is_opened_again(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"rounds": 1, "clients": 2, "local": {"epochs": 1, "lr": 0.1, "batch": 2}}
+    whole = gradveil.train(network(), examples(6, seed=2), examples(3), out=tmp_path / "t", **settings)
+    again = gradveil.open_run(tmp_path / "t")
+    assert isinstance(again, type(whole))
+    assert (again.summaries, again.files) == (whole.summaries, whole.files)
+
+
+def test_the_cost_in_accuracy_is_measured_from_python() -> None:
+    cost = {"rounds": 1, "clients": 2, "local": {"epochs": 1, "lr": 0.1, "batch": 2}}
+    result = audited(public=examples(8, seed=2), defences=("prune(0.9)",), cost=cost, control=False)
+    assert set(result.costs) == {"none", "prune(ratio=0.9)"}
+    assert result.costs["prune(ratio=0.9)"].rounds == 1
+    for wrong, where in (({**cost, "round": 1}, "cost.round"), ({**cost, "clients": 20}, "cost.clients")):
+        with pytest.raises(GradveilError) as caught:
+            audited(public=examples(8, seed=2), cost=wrong)
+        assert [problem.where for problem in caught.value.problems] == [where]
+    with pytest.raises(GradveilError, match="public="):
+        audited(cost=cost)
+
+
+def test_without_attacks_an_adaptive_search_and_closed_forms_are_tried() -> None:
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(256, 8), nn.Sigmoid(), nn.Linear(8, 3))
+    result = audited(model=flat, attacks=None, defences=("none", "gaussian(1e-9)"), iterations=4)
+    tried = {(row["defence"], row["attack"].partition("(")[0], row["attacker"]) for row in result.summary()}
+    assert ("gaussian(1e-9)", "cdia", "adaptive") in tried
+    assert ("none", "analytic", "undefended") in tried
+    assert result.summary()[1]["recovered"] == 2
+    assert {row["attack"].partition("(")[0] for row in audited(attacks=None, iterations=4).summary()} == {"cdia"}
+
+
 def test_a_result_has_its_verdict_table_and_pictures_in_a_notebook() -> None:
     result = gradveil.audit(network(), examples(), attacks=[ATTACK], defenses=["none", "prune(0.9)"])
     html = result._repr_html_()
@@ -102,6 +145,7 @@ def test_attacks_without_iterations_of_their_own_have_a_budget_by_default(monkey
     (line,) = [line for line in " ".join(str(result).split()).split(". ") if "Budget: " in line]
     assert "of the iterations that their authors use" in line
     assert "budget=None" in line
+    assert "An hour on one target client does about" in " ".join(str(result).split())
     assert audited().config["budget"] is None
     assert audited(attacks=("ig",), iterations=3).config["budget"] is None
     assert audited(attacks=("ig",), iterations=3, budget="none").config["budget"] is None

@@ -10,6 +10,7 @@ import torch
 from gradveil.attacks.closed_form.first_layer import Analytic
 from gradveil.attacks.inversion.descent import Descent
 from gradveil.attacks.inversion.inversion import Inversion
+from gradveil.attacks.inversion.problem import InversionProblem
 from gradveil.attacks.learned import Learned
 from gradveil.audit.attack_selection import trials
 from gradveil.audit.audit_run import AuditTask, recovered, site
@@ -75,6 +76,17 @@ def test_halving_pays_for_few_restarts():
     assert spent == {"ig(restarts=8, halving=true, report=1)": [40, 40]}
 
 
+def timed(seconds):
+    """Return a clock that says so, and the list of what it timed."""
+    tried = []
+
+    def time_of(attack):
+        tried.append(attack)
+        return seconds
+
+    return tried, time_of
+
+
 def test_seconds_become_iterations_that_are_written_down(tmp_path):
     (tmp_path / "plans").mkdir()
     folder, numbers = tmp_path / "plans" / "trial", range(2)
@@ -83,15 +95,35 @@ def test_seconds_become_iterations_that_are_written_down(tmp_path):
         return Plans(read_plans(folder, numbers), partial(write_plan, folder, numbers))
 
     attack = Inversion("slow", descent=Descent(iterations=10**12))
-    tried = []
-    first = within(Budget(60, "seconds"), attack, BudgetShare(1, 2, 2), tried.append, plans())
+    tried, time_of = timed(0.5)
+    first = within(Budget(60, "seconds"), attack, BudgetShare(1, 2, 2), time_of, plans())
     assert [run.descent.iterations for run in tried] == [1, 10]
-    assert first.descent.iterations > 1000
-    again = within(Budget(60, "seconds"), attack, BudgetShare(1, 2, 2), tried.append, plans())
+    assert first.descent.iterations == 1200  # ten iterations in half a second
+    again = within(Budget(60, "seconds"), attack, BudgetShare(1, 2, 2), time_of, plans())
     assert (again, len(tried)) == (first, 2)
     assert json.loads((folder / "0-1-iterations.json").read_text()) == [first.descent.iterations]
-    half = within(Budget(60, "seconds"), attack, BudgetShare(2, 1, 2), lambda _: None, Plans())
-    assert half.descent.iterations > 1
+    half = within(Budget(60, "seconds"), attack, BudgetShare(2, 1, 2), time_of, Plans())
+    assert half.descent.iterations == 300
+
+
+def test_a_slow_search_is_measured_on_few_iterations():
+    tried, time_of = timed(4.0)
+    slow = within(Budget(60, "seconds"), Inversion("slow"), BudgetShare(1, 2, 2), time_of, Plans())
+    assert [run.descent.iterations for run in tried] == [1, 2]
+    assert slow.descent.iterations == 30
+
+
+def test_the_time_of_a_search_leaves_out_what_is_compared_afterwards(monkeypatch):
+    """A large model's answers take longer to compare with its update than an iteration: that once ate the budget."""
+    experiment = open_experiment(config(defences=["none"], attacks=["ig(report=1)"], budget="1s"))
+    (trial,) = trials(experiment.config)
+    compared = []
+    whole = InversionProblem.match
+    monkeypatch.setattr(InversionProblem, "match", lambda self, *given: compared.append(1) or whole(self, *given))
+    plans = {}
+    recover(experiment, trial, range(2), lambda _: None, Plans(plans, plans.__setitem__))
+    assert "iterations" in plans
+    assert len(compared) == 1
 
 
 SMALL = "learned(epochs=9, width=8, features=16)"
@@ -120,15 +152,13 @@ def test_a_halved_search_records_the_iterations_that_its_budget_counts():
     assert found.facts["target_iterations"] == found.facts["row_iterations"] * worth / 8
 
 
-def test_the_seconds_of_a_learner_are_measured_once(monkeypatch):
-    clock = iter(range(0, 1000, 4))
-    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    tried, kept = [], {}
+def test_the_seconds_of_a_learner_are_measured_once():
+    (tried, time_of), kept = timed(4.0), {}
     attack = Learned(epochs=30)
-    first = within(Budget(40, "seconds"), attack, BudgetShare(2, 1, 1, 100), tried.append, Plans({}, kept.__setitem__))
+    first = within(Budget(40, "seconds"), attack, BudgetShare(2, 1, 1, 100), time_of, Plans({}, kept.__setitem__))
     assert [run.epochs for run in tried] == [1]
     assert first.epochs == 9  # ten passes of two seconds, one of them ahead of the first epoch
-    again = within(Budget(40, "seconds"), attack, BudgetShare(2, 1, 1, 100), tried.append, Plans(kept))
+    again = within(Budget(40, "seconds"), attack, BudgetShare(2, 1, 1, 100), time_of, Plans(kept))
     assert (again, len(tried)) == (first, 1)
 
 
@@ -151,7 +181,7 @@ def test_time_is_about_kept():
 def test_attacks_without_iterations_stay_as_they_are():
     for attackers in (0, 1):
         share = BudgetShare(attackers, 1, 1)
-        assert within(Budget(1, "seconds"), Analytic(), share, lambda _: None, Plans()) == Analytic()
+        assert within(Budget(1, "seconds"), Analytic(), share, lambda _: 0.0, Plans()) == Analytic()
 
 
 @pytest.mark.parametrize("text", ["", "fast", "-3", "0", "10 d", "0s"])

@@ -48,3 +48,8 @@ def test_output_states_its_assumptions(capsys: pytest.CaptureFixture[str]) -> No
 def test_wrong_use_exits_with_2(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["account", *words]) == 2
     assert expected in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_limit_of_recovery_is_never_rounded_down(capsys):
+    assert run(["account", "--sigma", "2", "--guess", "0.02"]) == 0
+    assert "at most 0.0602 (guess 0.02)" in capsys.readouterr().out  # 0.06012

@@ -210,7 +210,7 @@ def test_attack_is_listed_with_simulated_client_and_side_information(capsys: pyt
     text = " ".join(shown(capsys, "dia").split())
     assert "believes in the client with its defence" in text
     law = "drawn afresh from its public law"
-    assert f"model.*.mask: found together with the images; model.*.lock.*: {law}; model.*: {law}" in text
+    assert f"model.*.mask: found together with the examples; model.*.lock.*: {law}; model.*: {law}" in text
     assert "believes in a client without defence" in " ".join(shown(capsys, "ig").split())
 
 

@@ -46,6 +46,25 @@ def test_a_run_goes_on_where_it_fits_and_else_to_the_first_free_directory(
     assert numbered(tmp_path / "a", problems)[0] == tmp_path / chosen
 
 
+def test_a_run_without_a_file_is_named_after_model_and_data(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without attacks, it has the first search of its examples."""
+    asked = ["audit", "--model", "lenet-zhu", "--data", "faces", "--set", "data.size=16", "--target-clients", "2"]
+    assert run([*asked, "--iterations", "2", "--workers", "1"]) == 0
+    done = load_run("runs/lenet-zhu-faces")
+    assert [trial.info["attack"] for trial in done.trials] == ["cdia"]
+    assert run(["audit", "--model", "lenet-zhu"]) == 2
+    assert "--data: is missing" in capsys.readouterr().err
+
+
+def test_options_name_another_model_than_the_file(small: Path) -> None:
+    assert run(["audit", "small.toml", "--model", "convnet", "--prepare", "--workers", "1"]) == 0
+    assert load_run("runs/small").info["config"]["model"] == {
+        **load_run("runs/small").info["config"]["model"],
+        "name": "convnet",
+        "prepare": True,
+    }
+
+
 def words(*more: str) -> list[str]:
     return ["audit", "small.toml", "--workers", "1", *more]
 

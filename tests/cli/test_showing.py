@@ -33,7 +33,7 @@ WORDS = [
     "--workers",
     "1",
 ]
-WORDS += ["--no-control"]
+WORDS += ["--no-control", "--set", "cost="]
 CONTINUED = "cdia(start=solved, lr=0.01, tv=0.0001)"
 BY_TOKEN = 'cdia(start=solved, lr=0.01, tv=0.0001, objective="tokenwise-cosine")'
 MODEL = ["--defence", "dropout(0.25)", "--defence", "precode", "--defence", "cvb"]
@@ -136,7 +136,7 @@ def test_attack_that_does_not_apply_has_a_reason_and_others_run(
         "2",
         "--json",
     ]
-    words += ["--workers", "1", "--attack", "r-gap"]
+    words += ["--workers", "1", "--attack", "r-gap", "--set", "cost="]
     assert run([*words, "--defence", "precode"]) == 2
     assert "attack 'r-gap' on 'precode', client: " in capsys.readouterr().err
     words += ["--defence", "none", "--defence", "precode"]
@@ -155,13 +155,14 @@ def test_attack_that_does_not_apply_has_a_reason_and_others_run(
     capsys.readouterr()
     assert run(["summary", "runs/faces", "--markdown", "-"]) == 0
     out, err = capsys.readouterr()
-    assert re.search(r"\| `precode` \| not tested \| .* \| does not apply \|", out)
+    assert re.search(r"\| `precode` \| not tested \|.*does not apply \|", out)
     assert "To go on" not in err, "nothing is left to be done"
 
 
 @pytest.mark.parametrize("model", ["lenet-zhu", "scheliga-cnn"])
 def test_chain_warning_is_true(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["audit", "faces", "--set", f"model.name={model}", "--target-clients", "2", "--workers", "1", "--json"]
+    words += ["--set", "cost="]
     for name in ("ig(iterations=1)", "r-gap"):
         assert run([*words, "--defence", "none", "--attack", name, "--out", name[:2]]) == 0
     out, err = capsys.readouterr()
@@ -191,6 +192,7 @@ def test_adaptive_pulls_to_running_statistics_where_the_model_carries_some(
     save_file(passed().state_dict(), tmp_path / "weights.safetensors")
     model = ["--set", "model.name=lenet-zhu", "--set", 'model.options={norm="batch"}', "--set", "model.prepare=true"]
     few = ["--target-clients", "1", "--iterations", "2", "--workers", "1", "--attack", "adaptive", "--json"]
+    few += ["--set", "cost="]
     words = ["audit", "faces", *model, "--set", "data.size=16", "--set", "client.batch=2", *few, "--defence", "none"]
     weights = ["--set", f"model.weights={tmp_path / 'weights.safetensors'}"]
     assert run([*words, *weights, "--out", "trained"]) == 0

@@ -78,7 +78,7 @@ def test_guarantee_is_shown_next_to_the_cost(little: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["nowhere.toml"], "bundled runs: census, digits"),
+        (["nowhere.toml"], "bundled runs: census, digits, reviews"),
         (["little.toml", "--defence", "topk(2)"], "keep is 2"),
         (["little.toml", "--set", "clients=500"], "clients"),
         (["little.toml", "--set", "client=5"], "did you mean 'clients'?"),

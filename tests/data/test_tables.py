@@ -8,7 +8,7 @@ import torch
 
 from gradveil.core.errors import GradveilError
 from gradveil.data import DATASETS, load
-from gradveil.data.tables import Halves, fitted, of_frame, placed_values, shared_out, splits_of
+from gradveil.data.tables import Halves, fitted, of_frame, placed_values, shared_out, splits_of, table
 from gradveil.spaces import TableSpace
 
 
@@ -84,3 +84,38 @@ def test_tables_that_cannot_be_used_are_refused(tmp_path: Path, text: str, messa
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(GradveilError, match=message):
         load(str(tmp_path / "t.csv"))
+
+
+def test_declared_kinds_of_columns_win_over_inferred_ones(tmp_path: Path) -> None:
+    declared = {"visits": "number", "age": "category"}
+    space = load(str(written(tmp_path)), columns=declared).public.space
+    assert isinstance(space, TableSpace)
+    kinds = {column.name: "category" if column.levels else "number" for column in space.columns}
+    assert kinds == {"age": "category", "sex": "category", "visits": "number"}
+
+
+def test_columns_that_follow_from_others_are_inferred_and_others_are_not() -> None:
+    random = torch.Generator().manual_seed(0)
+    ages = torch.randint(20, 80, (400,), generator=random).tolist()
+    sexes = torch.randint(2, (400,), generator=random).tolist()
+    columns = {"age": ages, "months": [12 * age for age in ages], "old": [str(age > 50) for age in ages]}
+    space = table({**columns, "sex": ["fm"[sex] for sex in sexes], "label": [0, 1] * 200}).public.space
+    assert isinstance(space, TableSpace)
+    inferred = {column.name: column.inferred for column in space.columns}
+    assert inferred["age"] == inferred["months"] == 1
+    assert inferred["old"] > 0.9
+    assert inferred["sex"] < 0.65
+    assert next(column for column in space.columns if column.name == "months").guessed == 1
+
+
+def test_every_unknown_column_and_kind_is_named(tmp_path: Path) -> None:
+    wrong = {"height": "number", "weight": "number", "age": "real", "sex": "number"}
+    with pytest.raises(GradveilError) as error:
+        load(str(written(tmp_path)), columns=wrong)
+    found = {problem.where: problem.what + problem.remedy for problem in error.value.problems}
+    assert found.keys() == {"columns", "columns.age", "columns.sex"}
+    assert "height, weight" in found["columns"]
+    assert "age, sex, visits" in found["columns"]
+    assert "number, category" in found["columns.age"]
+    with pytest.raises(GradveilError, match="columns"):
+        load("digits", columns={"age": "number"})

@@ -149,6 +149,7 @@ def test_malicious_server_uses_what_pruning_leaves(tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     words = ["audit", "faces", "--attack", "malicious", "--defence", "none", "--defence", "dgp", "--json"]
     words += ["--set", "data.size=32", "--set", "client.batch=4", "--target-clients", "1", "--workers", "1"]
+    words += ["--set", "cost="]
     assert run([*words, "--iterations", "1"]) == 0
     rates = {(row["defence"], row["attack"]): row["asr"] for row in json.loads(capsys.readouterr().out)["trials"]}
     assert rates["none", "rob(bins=512)"] == 1.0

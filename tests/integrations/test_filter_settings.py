@@ -53,6 +53,30 @@ def test_sparse_vector_costs_the_values_too(tmp_path):
     assert "noise_var=0.01," in released.defence  # the noise of 100 values that share an epsilon of 1
 
 
+def test_sparse_vector_counts_the_budgets_of_its_selection(tmp_path):
+    explicit = judged(tmp_path, nvflare(epsilon_threshold=5.0, epsilon_query=50.0, epsilon_release=1.0))
+    assert explicit.epsilon == pytest.approx(56)
+    older = judged(tmp_path, nvflare(noise_var=1e-9), parameters=100_000).problems[-1]
+    assert "epsilon 36.9" in older.what  # (0.1 + 0.1 * 20,000^(2/3)) / 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "guaranteed"),
+    [("task_result_filters", "task_data_filters", False), ('["train"]', '["submit_model"]', True)],
+)
+def test_filter_beside_the_updates_is_reported(tmp_path, old, new, guaranteed):
+    result = judged(tmp_path, nvflare().replace(old, new))
+    assert (result.epsilon is not None) == guaranteed
+    assert result.problems[0].what.startswith("filters ")
+
+
+def test_other_settings_that_end_alike_are_not_the_mods(tmp_path):
+    others = "adam-epsilon = 1e-8\nearly-stop-min-delta = 0.1\n"
+    assert judged(tmp_path, FLOWER + others, "pyproject.toml").epsilon == pytest.approx(1.6, abs=0.1)
+    with pytest.raises(GradveilError, match="adam-epsilon"):
+        judged(tmp_path, FLOWER.replace("dp-delta", "delta") + others, "pyproject.toml")
+
+
 def test_hocon_and_percentile_have_no_epsilon(tmp_path):
     result = judged(tmp_path, CONF, "config_fed_client.conf")
     assert result.epsilon is None

@@ -1,60 +1,102 @@
 """Models of transformers answer what attacks on texts ask, and work under vmap(grad)."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.func import functional_call, grad, vmap
 
 from gradveil.core.errors import GradveilError
-from gradveil.nn.models.hugging_face_text import HuggingFaceText
+from gradveil.nn.models.hugging_face_text import FAMILIES, HuggingFaceText
+from gradveil.nn.token_layout import next_token_loss
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 50}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+ENCODERS = {"bert": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta", "camembert": "Camembert"}
+DECODERS = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma"}
 
 
-def wrapped(family: str) -> HuggingFaceText:
+def inner(family: str, classifies: bool = False) -> Any:
+    """Build a small model of a family with random weights: a decoder, or a classifier."""
     torch.manual_seed(0)
-    if family == "gpt2":
-        config = transformers.GPT2Config(
-            vocab_size=50, n_embd=32, n_layer=2, n_head=4, eos_token_id=49, bos_token_id=49,
-            attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
-        )  # fmt: skip
-        return HuggingFaceText(transformers.GPT2LMHeadModel(config), 8)
-    if family == "distilbert":
-        config = transformers.DistilBertConfig(
-            vocab_size=50, dim=32, n_layers=2, n_heads=4, hidden_dim=64,
-            dropout=0.0, attention_dropout=0.0, seq_classif_dropout=0.0,
-        )  # fmt: skip
-        return HuggingFaceText(transformers.DistilBertForSequenceClassification(config), 8)
-    name = {"bert": "Bert", "roberta": "Roberta"}[family]
-    config = getattr(transformers, f"{name}Config")(**SIZES, **NO_DROPOUT)
-    return HuggingFaceText(getattr(transformers, f"{name}ForSequenceClassification")(config), 8)
+    if family in ENCODERS:
+        name, config = ENCODERS[family], {**SIZES, **NO_DROPOUT}
+    elif family == "electra":
+        name, config = "Electra", {**SIZES, **NO_DROPOUT, "embedding_size": 32}
+    elif family == "distilbert":
+        name = "DistilBert"
+        config = {"vocab_size": 50, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "dropout": 0.0}
+        config |= {"attention_dropout": 0.0, "seq_classif_dropout": 0.0}
+    elif family == "gpt2":
+        name, config = "GPT2", {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "eos_token_id": 49}
+        config |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    elif family == "opt":
+        name, config = "OPT", {**SIZES, "ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}
+    elif family == "gpt_neox":
+        name, config = "GPTNeoX", SIZES
+    else:
+        name, config = DECODERS[family], {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
+    kind = "ForCausalLM" if FAMILIES[family]["causal"] and not classifies else "ForSequenceClassification"
+    kind = "LMHeadModel" if family == "gpt2" and kind == "ForCausalLM" else kind
+    return getattr(transformers, f"{name}{kind}")(getattr(transformers, f"{name}Config")(**config))
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "gpt2"])
-def test_first_inputs_are_those_of_a_forward_pass(family):
+def wrapped(family: str, classifies: bool = False) -> HuggingFaceText:
+    return HuggingFaceText(inner(family, classifies), 8)
+
+
+def drawn(rows: int, length: int) -> torch.Tensor:
+    return torch.randint(4, 40, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_first_inputs_point_where_those_of_a_forward_pass_do(family):
     model = wrapped(family)
     layout, params = model.layout, {name: value.detach() for name, value in model.named_parameters()}
-    ids = torch.randint(3, 40, (2, 6), generator=torch.Generator().manual_seed(0))
+    ids = drawn(2, 6)
     seen = layout.inputs(model, params, ids, 0)
     for position in range(6):
         expected = layout.first_inputs(model, params, position, ids[:, position])
-        assert torch.allclose(seen[:, position], expected, atol=1e-5)
+        assert torch.cosine_similarity(seen[:, position], expected).min() > 1 - 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_wrapper_computes_what_the_model_does(family):
+    own = inner(family)
+    model, ids = HuggingFaceText(own, 8), drawn(2, 6)
+    logits = own(input_ids=ids).logits
+    expected = next_token_loss(logits, ids, model.layout.padding) if model.layout.predicts_words else logits
+    assert torch.allclose(model(ids), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
-def test_padding_changes_nothing(family):
+def test_hidden_units_follow_from_what_the_heads_give(family):
     model = wrapped(family)
-    ids = torch.randint(3, 40, (1, 5), generator=torch.Generator().manual_seed(0))
+    layout, params = model.layout, {name: value.detach() for name, value in model.named_parameters()}
+    ids = torch.randint(3, 40, (2, 6), generator=torch.Generator().manual_seed(0))
+    entered = []
+    for path in (layout.out, layout.down):
+        module = model.get_submodule(path.format(0))
+        module.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0]))
+    model(ids)
+    contexts, expected = entered[0], entered[1]
+    carried = layout.first_carried(model, params, 2, ids[:, 2])
+    units = layout.hidden_units(model, params, contexts[:, 2], carried, 0)
+    assert torch.allclose(units, expected[:, 2], atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_changes_nothing(family):
+    model, ids = wrapped(family), drawn(1, 5)
     longer = torch.cat([ids, torch.full((1, 3), model.layout.padding)], 1)
     assert torch.allclose(model(ids), model(longer), atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "opt", "llama"])
 def test_gradients_of_single_texts_are_batched(family):
-    model = wrapped(family)
+    model, ids = wrapped(family), drawn(2, 6)
     params = {name: value.detach() for name, value in model.named_parameters()}
-    ids = torch.randint(3, 40, (2, 6), generator=torch.Generator().manual_seed(0))
 
     def loss(p, row):
         return functional_call(model, p, (row.unsqueeze(0),)).square().sum()
@@ -65,7 +107,33 @@ def test_gradients_of_single_texts_are_batched(family):
     assert torch.allclose(batched[name][1], alone[name], atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
+def test_a_decoder_with_classes_returns_logits_of_the_last_word(family):
+    model, ids = wrapped(family, classifies=True), drawn(2, 6)
+    assert model(ids).shape == (2, 2)
+    assert not model.layout.predicts_words
+    assert model.layout.causal
+
+
 def test_an_unknown_family_is_refused_with_the_list():
     config = transformers.AlbertConfig(**SIZES, embedding_size=16)
     with pytest.raises(GradveilError, match="bert, electra, roberta"):
         HuggingFaceText(transformers.AlbertForSequenceClassification(config), 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "place"),
+    [
+        (lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **NO_DROPOUT)), "masked"),
+        (lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES)).train(), "dropout"),
+        (
+            lambda: transformers.ElectraForSequenceClassification(
+                transformers.ElectraConfig(**SIZES, **NO_DROPOUT, embedding_size=16)
+            ),
+            "projects",
+        ),
+    ],
+)
+def test_a_model_that_attacks_cannot_read_is_refused(make, place):
+    with pytest.raises(GradveilError, match=place):
+        HuggingFaceText(make(), 8)

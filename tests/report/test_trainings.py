@@ -245,7 +245,7 @@ def test_training_without_progress_is_reported(tmp_path: Path):
         summary = {"status": "finished", "tested": 100, "constant": 0.15, "accuracy": right}
         return [(TrainingTrial(defence, seed), summary) for seed in range(seeds)]
 
-    by_chance = "none and dp classified no more images correctly than one class for all does (15%)"
+    by_chance = "none and dp classified no more examples correctly than one class for all does (15%)"
     assert no_progress(
         group_trainings([*trials_of("none", 0.22), *trials_of("dp", 0.1), *trials_of("cvb", 0.23)])
     ).startswith(by_chance)

@@ -46,6 +46,17 @@ def test_a_number_is_right_within_the_tolerance_only(off: float, right: float) -
     assert SPACE.similarity(guess, truth).item() == pytest.approx(right)
 
 
+def test_restarts_agree_where_they_give_the_same_cells(generator: torch.Generator) -> None:
+    views = rows(5, generator)
+    same = SPACE.encode(views).repeat(4, 1, 1)
+    assert SPACE.agreement(same).allclose(torch.ones(5, 3).double())
+    other = same.clone()
+    other[:2, :, 1:4] = SPACE.encode(views.fmod(2) * 0 + 2)[:, 1:4]
+    apart = SPACE.agreement(other)
+    assert bool((apart[views[:, 1] != 2, 1] < 0.5).all())
+    assert apart[:, [0, 2]].allclose(torch.ones(5, 2).double())
+
+
 def test_matching_undoes_a_permutation_and_broken_rows_come_last(generator: torch.Generator) -> None:
     truth = rows(6, generator)[None]
     order, matched = SPACE.match(truth[:, [3, 1, 0, 5, 4, 2]], truth)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gradveil.theory.accounting import Participation
-from gradveil.theory.reconstruction_robustness import gaussian, laplace, pure, recovery_bound, unbiased_error
+from gradveil.theory.reconstruction_robustness import gaussian, laplace, pure, recovery_bound, renyi, unbiased_error
 
 LAW = NormalDist()
 ONE = Participation(steps=1)
@@ -31,6 +31,37 @@ ONE = Participation(steps=1)
 def test_bound_has_the_tabulated_value(guess: float, sigma: float, training: Participation, wanted: float):
     pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
     assert recovery_bound(guess, [(sigma, training)]) == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("guess", "sigma", "wanted"), [(0.1, 0.5, 0.9894), (0.1, 1, 0.5186), (0.01, 1, 0.1261), (1e-3, 1, 0.0250)]
+)
+def test_renyi_bound_has_the_tabulated_value(guess: float, sigma: float, wanted: float):
+    assert renyi(guess, [(sigma, ONE)]) == pytest.approx(wanted, abs=2e-4)
+
+
+@pytest.mark.parametrize("training", [ONE, Participation(steps=30, rate=0.1), Participation(steps=300, rate=0.01)])
+def test_renyi_bound_is_looser_and_holds_for_hopeless_noise(training: Participation):
+    pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
+    for guess in (1e-3, 0.1):
+        assert guess < recovery_bound(guess, [(0.8, training)]) <= renyi(guess, [(0.8, training)])
+        assert recovery_bound(guess, [(0.1, training)]) <= renyi(guess, [(0.1, training)])
+
+
+@pytest.mark.parametrize(("sigma", "rate", "steps"), [(0.6, 0.1, 30), (1.0, 0.2, 10)])
+def test_bound_is_the_power_of_the_best_test_in_ten_thousand_replays(sigma: float, rate: float, steps: int):
+    pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
+    guess, count, random = 0.1, 10_000, torch.Generator().manual_seed(0)
+
+    def losses(present: bool) -> torch.Tensor:
+        drawn = sigma * torch.randn(count, steps, generator=random, dtype=torch.float64)
+        drawn += (torch.rand(count, steps, generator=random) < rate).double() * present
+        return torch.log1p(rate * torch.expm1((drawn - 0.5) / sigma**2)).sum(1)
+
+    threshold = losses(False).quantile(1 - guess)
+    power = float((losses(True) > threshold).double().mean())
+    bound = recovery_bound(guess, [(sigma, Participation(steps=steps, rate=rate))])
+    assert power == pytest.approx(bound, abs=0.02)  # four standard errors of the power, and of the threshold
 
 
 @pytest.mark.parametrize(

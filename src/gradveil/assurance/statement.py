@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gradveil.assurance.threat_letters import THREAT_MODELS, letter_of
+from gradveil.assurance.threat_letters import NOT_RUN, THREAT_MODELS, letter_of
 from gradveil.audit.attack_check import examine
 from gradveil.audit.attack_selection import canonical
 from gradveil.audit.baselines import interval_of, risk_of
@@ -64,6 +64,8 @@ class LetterResult:
     attack_check: str = ""
     undefended: str = ""
     """The same attack without the defence."""
+    why_not: str = ""
+    """Why the letter was not run."""
 
     @property
     def was_run(self) -> bool:
@@ -227,7 +229,7 @@ def _attackers(verdict: Verdict, rows: Sequence[Row]) -> Iterator[LetterResult]:
     for letter, model in THREAT_MODELS.items():
         here = [row for row in mine if letter_of(row) == letter]
         if not here:
-            yield LetterResult(letter, *model)
+            yield LetterResult(letter, *model, why_not=NOT_RUN[letter])
             continue
         best = max(here, key=lambda row: (row.identifiable, row.identified, row.asr, row.attacker == "adaptive"))
         low, high = interval_of(best, here)
@@ -296,6 +298,9 @@ def _risks(verdict: Verdict) -> Iterator[RiskNumber]:
         f"{best.words.plural} recovered and identified",
     )
     yield RiskNumber("linkability", meanings["linkability"], note="not measured: the data name no persons")
+    if best.info.get("columns"):
+        yield _inferred_cell(best, meanings["inference"])
+        return
     inferred = [row for row in eligible(verdict.rows) if row.info["knowledge"].get("targets") not in ("known",)]
     known = [row for row in inferred if all(record.get("label_accuracy") is not None for record in row.trial.records)]
     if not known:
@@ -309,6 +314,23 @@ def _risks(verdict: Verdict) -> Iterator[RiskNumber]:
         return
     value, low, high = risk(round(_labels(row) * row.images), row.images, floor)
     yield RiskNumber("inference", meanings["inference"], value, low, high, floor, "labels; no other attribute")
+
+
+def _inferred_cell(row: Row, meaning: str) -> RiskNumber:
+    """Return the risk of the most exposed column, over what the rest of a true row gives away of it."""
+    risks = [
+        (risk(round(column["right"] * row.images), row.images, floor), floor, column["name"])
+        for column in row.info["columns"]
+        if (floor := max(column["usual"], column.get("inferred", 0.0))) < 1
+    ]
+    if not risks:
+        return RiskNumber("inference", meaning, note="not measured: every column follows from the others")
+    (value, low, high), floor, name = max(risks, key=lambda each: each[0].value)
+    which = (
+        f"column '{name}', the most exposed of {len(risks)}" if value else f"no column of {len(risks)} above control"
+    )
+    note = f"{which}; control: a constant, or a linear model that knows the rest of the row"
+    return RiskNumber("inference", meaning, value, low, high, floor, note)
 
 
 def _labels(row: Row) -> float:

@@ -14,6 +14,9 @@ Letter = Literal["A", "B", "C", "D", "E", "F", "G", "H"]
 """A threat model of the survey."""
 
 
+_STATISTICS = "statistics."
+
+
 class ThreatModel(NamedTuple):
     """Name of an attacker, and what it knows or does."""
 
@@ -31,13 +34,28 @@ THREAT_MODELS: dict[Letter, ThreatModel] = {
     "G": ThreatModel("Data-enhanced manipulator", "changes the model, with auxiliary data"),
     "H": ThreatModel("Active client manipulator", "also selects clients or inserts its own"),
 }
-"""All letters, the weakest attacker first. No attack of a run selects clients, so H has to be argued elsewhere."""
+"""All letters, the weakest attacker first."""
+
+NOT_RUN: dict[Letter, str] = {
+    "A": "no attack on examples does without the model",
+    "B": "no attack on updates alone was chosen",
+    "C": "clients send one gradient, or no attack was chosen",
+    "D": "no attack had auxiliary data",
+    "E": "no attack was granted statistics of a client's data",
+    "F": "no malicious server was chosen, or none fits",
+    "G": "no malicious server had auxiliary data",
+    "H": "no attack selects or inserts clients",
+}
+"""Why a letter was not run: nothing follows for it."""
 
 
 def letter_of(row: Row) -> Letter | None:
-    """Derive the letter of a trial; None for attacks that know client secrets, which are beyond H."""
+    """Derive the letter of a trial; None for attacks that know client secrets, which are beyond H.
+
+    The statistics of a batch are those of the client's data (E); a verdict never counts them.
+    """
     if row.secrets:
-        return None
+        return "E" if all(str(secret).startswith(_STATISTICS) for secret in row.secrets) else None
     has_data = any(str(grant).startswith("public:") for grant in row.info.get("grants", ()))
     if row.planted:
         return "G" if has_data else "F"

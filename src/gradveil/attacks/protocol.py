@@ -144,6 +144,8 @@ class Reconstruction:
     """The attack's remarks on its images."""
     before_undoing: Tensor | None = None
     """[V, B, C, H, W] the images that the client trained on, if a batch defence was undone to get `inputs`."""
+    certainty: Tensor | None = None
+    """[V, B, ...] how sure the attack is of each part of a view, from 0 to 1: how far its restarts agree."""
     match: Tensor | None = None
     """[V, 2 or more] the fit of the simulated update, without priors.
 

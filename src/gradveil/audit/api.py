@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, cast
@@ -31,7 +31,15 @@ from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.knowledge import Knowledge, Known
 from gradveil.attacks.learned import Learned
 from gradveil.attacks.protocol import Active, Attack, CanRefuse, Observation, Prospect, Reconstruction
-from gradveil.audit.argument_checks import answer, class_names, declared, model_problems, prepared, wrong_arguments
+from gradveil.audit.argument_checks import (
+    answer,
+    class_names,
+    declared,
+    model_problems,
+    prepared,
+    wrong_arguments,
+    wrong_objects,
+)
 from gradveil.audit.attack_selection import (
     aim,
     attacks_against,
@@ -40,34 +48,51 @@ from gradveil.audit.attack_selection import (
     stands_for_many,
     without_aim,
 )
-from gradveil.audit.attackers.run_attackers import Decision, closed_forms, decide, untried, widened
+from gradveil.audit.attackers.run_attackers import (
+    Decision,
+    choice_of_texts,
+    closed_forms,
+    decide,
+    quick,
+    untried,
+    widened,
+)
+from gradveil.audit.audit_config import FIRST_SEARCH, RunConfig
 from gradveil.audit.audit_run import describe, run, title
+from gradveil.audit.defence_costs import Costs, DefenceCost, costs_of
 from gradveil.audit.display import Screen
 from gradveil.audit.experiment import Experiment
-from gradveil.audit.findings import Findings, findings, print_outcome
+from gradveil.audit.findings import Findings, findings, print_outcome, undone
 from gradveil.audit.grants import told
 from gradveil.audit.preflight import others, unobstructed
 from gradveil.audit.recommendation import Recommendation
-from gradveil.audit.run_directory import Store, Trial, load_run
+from gradveil.audit.run_directory import TRAINING, Store, Trial, load_run
 from gradveil.audit.run_file import resolve, unmet, with_defaults
+from gradveil.audit.sources import training_config
 from gradveil.audit.trial import sharing
 from gradveil.audit.verdict import Verdict
-from gradveil.client import Client, Local
+from gradveil.client import Client, Local, usual_loss
 from gradveil.core.errors import GradveilError, Problem, refuse
-from gradveil.core.formatting import number, plural
+from gradveil.core.formatting import number, percent, plural
 from gradveil.core.given_objects import named
 from gradveil.core.noise import Key
 from gradveil.core.space import Space
 from gradveil.core.streams import Stream
 from gradveil.core.types import Batch, Domain, Loss
-from gradveil.data import Dataset
+from gradveil.data import Dataset, Splits
 from gradveil.data.given_examples import Examples, tensors_of
 from gradveil.data.pixel_range import Bounds, pixel_statistics
+from gradveil.data.text_arguments import text_arguments
 from gradveil.defences import Defence, parse
-from gradveil.federated.training_setup import device_problems
+from gradveil.federated.training_run import TRAINING_RUN
+from gradveil.federated.training_run import describe as describe_training
+from gradveil.federated.training_run import run as train
+from gradveil.federated.training_setup import TrainingSetting, TrainingTrial, device_problems, setting_problems
+from gradveil.federated.training_state import RoundResult, Status
 from gradveil.metrics import label_accuracy
+from gradveil.nn.models.hugging_face_text import INNER
 from gradveil.nn.module_paths import count_classes
-from gradveil.spaces import ImageSpace
+from gradveil.spaces import ImageSpace, TextSpace
 
 _ARGUMENTS = {"client[0].batch": "client_batch", "seeds[0]": "seed", "model.prepare": "prepare"}
 
@@ -86,11 +111,16 @@ class Result:
     warnings: tuple[str, ...] = ()
     """What the attacks of this run leave out: an image that comes back in closed form."""
     as_html: Callable[[Result], str] | None = None
+    costs: Costs = field(default_factory=dict[str, DefenceCost])
+    """What the trainings of the run say that each defence costs."""
+    command: str = "gradveil.audit(...)"
+    undone: int = 0
+    """The number of trials that are not done."""
 
-    @property
+    @cached_property
     def findings(self) -> Findings:
         """Everything that the surfaces show: verdicts, settings and trials as plain objects, the control."""
-        return findings(self.trials, command=_CALL)
+        return findings(self.trials, self.costs, self.command, self.undone)
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -139,7 +169,7 @@ class Result:
         return None if self.as_html is None else self.as_html(self)
 
 
-_CALL = "gradveil.audit(...)"
+_CALL = Result.command
 """The command that a run from Python records."""
 _MORE = "More: result.report() writes a page with pictures, reasons and definitions; result.summary() has each trial."
 
@@ -150,17 +180,27 @@ _SPEAKERS = 1
 """Clients besides the target clients for whom a data set or loader is read: a defence may let one speak."""
 
 
+def opened(folder: Path, **surfaces: Any) -> Result:
+    """Return the result of an audit on disk, finished or not; `surfaces` write its report, figures and pictures."""
+    run = load_run(folder)
+    facts = {"costs": costs_of(run), "command": str(run.info.get("command", "")), "undone": undone(run)}
+    warnings = tuple(run.info.get("warnings", ()))
+    return Result(run.trials, folder, config=run.info["config"], warnings=warnings, **facts, **surfaces)
+
+
 def audit_model(
     model: nn.Module,
     examples: Examples,
-    loss: Loss,
+    loss: Loss | None,
     defences: Sequence[str | Defence],
-    attacks: Sequence[str | Attack],
+    attacks: Sequence[str | Attack] | None,
     *,
     write_report: Callable[[Path, Path], Path],
     as_html: Callable[[Result], str] | None = None,
     draw_figure: Callable[..., Any],
     client_batch: int = 1,
+    tokenizer: Any = None,
+    length: int | None = None,
     bounds: Bounds = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
@@ -175,11 +215,18 @@ def audit_model(
     space = examples.example if isinstance(examples, Dataset) else None
     if isinstance(examples, Dataset) and space is None and mean is None and std is None and bounds is None:
         mean, std = examples.mean, examples.std
-    if space is not None:
-        settings = {"threshold": space.threshold, **settings}
     wanted = settings.get("target_clients", _TARGET_CLIENTS)
     countable = isinstance(client_batch, int) and isinstance(wanted, int)
     most = client_batch * (wanted + _SPEAKERS) if countable else None
+    refuse(list(wrong_objects(model, loss)))
+    texts = text_arguments(model, examples, public, tokenizer, length, most)
+    if texts is not None:
+        model, space, public = texts.model, texts.space, texts.public
+        assert texts.examples is not None
+        examples = texts.examples
+    if space is not None:
+        settings = {"threshold": space.threshold, **settings}
+    loss = loss or usual_loss(model)
     batch: tuple[Tensor, Tensor] = tensors_of(examples, "batch", most, mean, std)
     public = None if public is None else tensors_of(public, "public", None, mean, std)
     given = {"model": model, "batch": batch, "loss": loss, "client_batch": client_batch, "bounds": bounds}
@@ -196,6 +243,9 @@ def audit_model(
     problems = list(wrong_arguments(given))
     sound, title_of_model, done = not problems, type(model).__name__, []
     kind = "images" if space is None else space.words.kind
+    joins = quick if attacks is None else None
+    if attacks is None:
+        attacks = [FIRST_SEARCH[kind]]
     whole = _spelled_out(attacks, defences, public is not None, kind)
     if attacks and not whole:
         refuse([*problems, nothing_to_try(attacks, kind)])
@@ -219,6 +269,7 @@ def audit_model(
     problems += list(_wrong_settings(raw, {problem.where for problem in problems}))
     if sound:
         model, done, changed = prepared(model, batch, loss, prepare)
+        done = [*(texts.changes if texts else ()), *done]
         problems += changed or model_problems(model, batch, loss, client_batch, prepare)
     refuse(problems)
     names = class_names(model, batch[0][:client_batch])
@@ -228,11 +279,34 @@ def audit_model(
     config = resolve({**raw, "target_clients": target_clients}, names=False)
     experiment = Experiment(config, data, known, _copies(model), against, tried, loss, facts, tuple(done))
     experiment = unobstructed(experiment)
-    decisions = decide(experiment, [attack for attack in attacks if isinstance(attack, str)])
-    if any(isinstance(attack, str) and stands_for_many(attack) for attack in attacks):
-        experiment, decisions, _ = widened(experiment, decisions)
-    make = partial(Result, write_report=write_report, draw_figure=draw_figure, as_html=as_html)
+    in_words = [attack for attack in attacks if isinstance(attack, str)]
+    decisions, joins = decide(experiment, in_words), choice_of_texts(in_words) or joins
+    if joins is not None:
+        experiment, decisions, _ = widened(experiment, decisions, joins)
+    experiment = replace(experiment, cost=_trainings(config, model, data, known, against, loss))
+    make = partial(opened, write_report=write_report, draw_figure=draw_figure, as_html=as_html)
     return _run(experiment, decisions, out, make, progress)
+
+
+def _trainings(
+    config: RunConfig,
+    model: nn.Module,
+    data: Dataset,
+    public: Dataset | None,
+    defences: Mapping[str, Defence],
+    loss: Loss,
+) -> TrainingSetting | None:
+    """Set up the trainings that measure accuracy, on the public examples; None where none are asked for."""
+    if config.cost is None:
+        return None
+    if public is None:
+        refuse(
+            [Problem("cost", "has no examples to train on", "give some that no client holds: public=(inputs, labels)")]
+        )
+    assert public is not None
+    setting = TrainingSetting(training_config(config), Splits(public, data), model=model, defences=defences, loss=loss)
+    refuse([replace(problem, where=f"cost.{problem.where}") for problem in setting_problems(setting)])
+    return setting
 
 
 def _spelled_out(
@@ -304,7 +378,7 @@ def _run(
     experiment: Experiment,
     decisions: Sequence[Decision],
     out: Path | str | None,
-    make: Callable[..., Result],
+    make: Callable[[Path], Result],
     progress: bool | None,
 ) -> Result:
     folder = Path(tempfile.mkdtemp(prefix="gradveil-") if out is None else out)
@@ -324,18 +398,24 @@ def _run(
     with ExitStack() as undo:
         if out is None:  # whatever stops the run, an interrupt too: the temporary folder holds private images
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
-        with (
-            _one_thread(experiment.config.device),
-            Screen(console, title(experiment)) as screen,
-            Store(folder).open(info) as store,
-        ):
-            run(experiment, store, screen, experiment.config.target_clients)
-        done = load_run(folder)
-        result = make(done.trials, folder, config=done.info["config"], warnings=warnings)
+        with _one_thread(experiment.config.device), Store(folder).open(info) as store:
+            if (setting := experiment.cost) is not None:
+                trained = describe_training(setting.config, _CALL, images=setting.data.identities())
+                with TRAINING_RUN.opened(folder / TRAINING, trained):
+                    train(setting, folder / TRAINING, partial(_show_training, console, setting.config.rounds))
+            with Screen(console, title(experiment)) as screen:
+                run(experiment, store, screen, experiment.config.target_clients)
+        result = make(folder)
         undo.pop_all()
     if out is None:
         weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)
     return result
+
+
+def _show_training(console: Console, rounds: int, trial: TrainingTrial, record: RoundResult, _: Status) -> None:
+    if record.number == rounds:
+        after = f"trained with {trial.title}, seed {trial.seed}: accuracy {percent(record.accuracy)}"
+        console.print(after, highlight=False)
 
 
 @contextmanager
@@ -391,7 +471,7 @@ class Inverted:
     """The outcome of an attack on one update. `print(found)` shows it in a few lines, a notebook with its pictures."""
 
     images: Tensor
-    """[B, C, H, W] the reconstructions as pixels in [0, 1]."""
+    """[B, C, H, W] the reconstructions as pixels in [0, 1]; of texts token numbers [B, T]."""
     labels: Tensor
     """[B] class numbers: those that were given, or that the attack restored from the update."""
     objective: float
@@ -399,12 +479,20 @@ class Inverted:
     reconstruction: Reconstruction
     """All that the attack said: statuses, restarts, inputs in the model's own space."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
-    """Means over the images of mse, psnr and ssim, with true labels the label accuracy; empty without a truth."""
+    """Means of the scores: of images mse, psnr and ssim, of texts tokens in place, recall, exactness and ROUGE; with
+    true labels the label accuracy. Empty without a truth."""
     restored: bool = False
     """Whether the attack restored the labels from the update, since none were given."""
     truth: Tensor | None = None
     """[B, C, H, W] the true images as pixels, if they were given."""
     as_html: Callable[[Inverted], str] | None = None
+    space: Space | None = None
+    """What one example is."""
+
+    @property
+    def texts(self) -> list[str]:
+        """The reconstructions as texts; empty for other examples."""
+        return [self.space.text(ids) for ids in self.images] if isinstance(self.space, TextSpace) else []
 
     @property
     def status(self) -> str:
@@ -419,6 +507,10 @@ class Inverted:
     @property
     def verdict(self) -> str:
         """Whether the images are recovered, in a few words; without a truth nobody knows."""
+        if self.texts and "tokens" in self.metrics:
+            shares = (f"{share} {self.metrics[share]:.0%}" for share in ("tokens", "exact"))
+            passed = self.metrics["tokens"] >= TextSpace.threshold
+            return f"{'' if passed else 'not '}recovered, {', '.join(shares)}"
         if "ssim" not in self.metrics:
             return "no truth to compare with"
         ssim, psnr = self.metrics["ssim"], self.metrics["psnr"]
@@ -430,6 +522,9 @@ class Inverted:
         labels = ", ".join(str(label) for label in self.labels.tolist()[:_FEW]) + (", …" if count > _FEW else "")
         how = "restored from the update" if self.restored else "given, or found with the images"
         ended = f"objective {number(self.objective)} after {plural(self.iterations, 'iteration')} ({self.status})"
+        if self.texts:
+            shown = "\n".join(f"  {text}" for text in self.texts[:_FEW])
+            return f"{plural(count, 'text')}: {self.verdict}; {ended}.\n{shown}\nLabels: {labels} ({how})."
         return (
             f"{plural(count, 'image')} of {' x '.join(map(str, shape))}: {self.verdict}; {ended}.\n"
             f"Labels: {labels} ({how}).\n"
@@ -439,7 +534,8 @@ class Inverted:
     def __repr__(self) -> str:
         """Name the outcome in a line."""
         shape = " x ".join(map(str, self.images.shape))
-        return f"Inverted(images [{shape}], {self.verdict}, objective {number(self.objective)}, {self.status})"
+        kind = "texts" if self.texts else "images"
+        return f"Inverted({kind} [{shape}], {self.verdict}, objective {number(self.objective)}, {self.status})"
 
     def _repr_html_(self) -> str | None:
         return None if self.as_html is None else self.as_html(self)
@@ -452,11 +548,13 @@ _RECOVERED, _FEW = 0.5, 10
 def invert_update(
     model: nn.Module,
     update: Mapping[str, Tensor],
-    attack: str | Attack,
+    attack: str | Attack | None,
     labels: Tensor | Sequence[int] | None,
-    loss: Loss,
+    loss: Loss | None,
     *,
     as_html: Callable[[Inverted], str] | None = None,
+    tokenizer: Any = None,
+    length: int | None = None,
     examples: int | None = None,
     shape: tuple[int, int, int] | None = None,
     bounds: Bounds = None,
@@ -471,12 +569,20 @@ def invert_update(
 ) -> Inverted:
     """Attack one update of the caller's. `gradveil.invert` says what the arguments mean."""
     problems: list[Problem] = []
+    texts = text_arguments(model, truth, public, tokenizer, length, where="truth")
+    attack = attack or ("ig" if texts is None else "span")
     made = named("attack", [attack], lambda text: make_attack(text, own=True), problems)
     against = named("defence", [defence], lambda text: parse(text, own=True), problems)
-    alone = truth is None or isinstance(truth, Tensor | np.ndarray)
-    true_inputs, true_labels = tensors_of((truth, ()) if alone else truth, "truth", None, mean, std)
-    true_labels = None if alone else true_labels
-    public = None if public is None else tensors_of(public, "public", None, mean, std)
+    if texts is not None:
+        update = _named_as(texts.model, model, update)
+        model, shape, public = texts.model, cast("Any", texts.space.shape), texts.public
+        true_inputs, true_labels = texts.examples or (None, None)
+    else:
+        alone = truth is None or isinstance(truth, Tensor | np.ndarray)
+        true_inputs, true_labels = tensors_of((truth, ()) if alone else truth, "truth", None, mean, std)
+        true_labels = None if alone else true_labels
+        public = None if public is None else tensors_of(public, "public", None, mean, std)
+    loss = loss or usual_loss(model)
     given = None if labels is None else torch.as_tensor(labels, dtype=torch.long)
     if shape is None:
         shape = (
@@ -484,19 +590,19 @@ def invert_update(
         )
     if examples is None:
         examples = next((len(known) for known in (given, true_inputs) if known is not None), 1)
-    problems += _wrong(model, update, given, true_inputs, true_labels, shape, examples)
+    problems += _wrong(model, update, given, true_inputs, true_labels, shape, examples, 3 if texts is None else 1)
     refuse(problems)
     assert shape is not None
     (chosen,), (protection,) = made.values(), against.values()
     chosen, restored = (chosen, False) if given is not None else _without_labels(chosen)
     like = next(iter(update.values()))
-    blank = torch.zeros(examples, *shape, dtype=like.dtype)
+    blank = torch.zeros(examples, *shape, dtype=like.dtype if texts is None else torch.long)
     try_on = (blank, torch.zeros(examples, dtype=torch.long))
     model, _, changed = prepared(model, try_on, loss, prepare)
     refuse(changed or model_problems(model, try_on, loss, examples, prepare))
     classes = count_classes(model, blank[:1])
     (centre, scale), _ = pixel_statistics(bounds, mean, std)
-    space = ImageSpace(shape, centre, scale)
+    space = ImageSpace(shape, centre, scale) if texts is None else texts.space
     client = protection(Client(model, loss, local=local, domain=Domain(space, classes)), Key(seed))
     refuse(list(_misfits(client, update)))
     simulated = client if chosen.simulated_client == "full" else client.undefended_update()
@@ -510,11 +616,18 @@ def invert_update(
     images = space.view(found.inputs[0].detach())
     metrics = {}
     if true_inputs is not None:
-        truth_views = space.view(true_inputs.detach().to(images))
+        truth_views = space.view(true_inputs.detach().to(images.device))
         metrics = _scores(space, images, found.targets, truth_views, true_labels)
     labels_of = found.targets[0].detach()
-    views = None if true_inputs is None else space.view(true_inputs.detach().cpu().float())
-    return Inverted(images, labels_of, float(found.objective[0]), found, metrics, restored, views, as_html)
+    views = None if true_inputs is None else space.view(true_inputs.detach().cpu())
+    return Inverted(images, labels_of, float(found.objective[0]), found, metrics, restored, views, as_html, space)
+
+
+def _named_as(wrapped: nn.Module, given: nn.Module, update: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Name an update of the caller's model as the wrapped model names its parameters."""
+    if wrapped is given or not isinstance(update, Mapping):
+        return update
+    return {name if name.startswith(f"{INNER}.") else f"{INNER}.{name}": value for name, value in update.items()}
 
 
 def _without_labels(attack: Attack) -> tuple[Attack, bool]:
@@ -534,6 +647,7 @@ def _wrong(
     true_labels: Tensor | None,
     shape: Any,
     examples: int,
+    sides: int,
 ) -> Iterator[Problem]:
     """Find arguments that cannot be meant, before anything is computed."""
     if not isinstance(model, nn.Module):
@@ -541,7 +655,7 @@ def _wrong(
     if not (isinstance(update, Mapping) and update and all(isinstance(value, Tensor) for value in update.values())):
         remedy = "give a dict of the tensors that were sent, by parameter name"
         yield Problem("update", f"is {type(update).__name__}", remedy)
-    if shape is None or len(shape) != 3 or not all(isinstance(side, int) and side >= 1 for side in shape):
+    if shape is None or len(shape) != sides or not all(isinstance(side, int) and side >= 1 for side in shape):
         yield Problem("shape", f"is {shape}", "say what one input looks like: shape=(channels, height, width)")
     if examples < 1:
         yield Problem("examples", f"is {examples}", "give how many examples the update is made from")

@@ -160,7 +160,6 @@ _BATCH = "give (inputs [N, C, H, W], targets [N]), a dict of both, a data set or
 
 def wrong_arguments(given: Mapping[str, Any]) -> Iterator[Problem]:
     """Find arguments of the wrong kind, before anything is done with one of them."""
-    yield from _wrong_objects(given["model"], given["loss"])
     pictured = given.get("space") is None
     found = list(_wrong_pair("batch", given["batch"], pictured))
     if (public := given["public"]) is not None:
@@ -193,15 +192,18 @@ def wrong_arguments(given: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(name, "is no setting here: it is what you give as an object", "leave it out")
 
 
-def _wrong_objects(model: Any, loss: Any) -> Iterator[Problem]:
+def wrong_objects(model: Any, loss: Any) -> Iterator[Problem]:
+    """Find a model or a loss of the wrong kind."""
     if not isinstance(model, nn.Module):
         what = f"is the class {model.__name__}" if isinstance(model, type) else f"is {type(model).__name__}"
         yield Problem("model", what, "give a torch.nn.Module, made and with its weights")
     elif any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         yield Problem("model", "lies on the meta device: it has shapes but no weights", "load weights into it")
-    if isinstance(loss, type) or not callable(loss):
+    if loss is not None and (isinstance(loss, type) or not callable(loss)):
         what = f"is the class {loss.__name__}" if isinstance(loss, type) else f"is {loss!r}"
-        yield Problem("loss", what, "give a function or module (outputs, targets) -> scalar or [N], or None")
+        remedy = "give a function or module (outputs, targets) -> scalar or [N], or None"
+        labels = isinstance(loss, list | tuple | Tensor)
+        yield Problem("loss", what, "give labels together with the examples: (examples, labels)" if labels else remedy)
 
 
 def _wrong_pair(where: str, given: Any, pictured: bool = True) -> Iterator[Problem]:

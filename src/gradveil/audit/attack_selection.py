@@ -61,7 +61,7 @@ ATTACKERS: dict[str, tuple[str, str]] = {
 
 POSITIONS = {
     "known": "the true value was handed over by the audit",
-    "optimise": "found together with the images",
+    "optimise": "found together with the examples",
     "sample": "drawn afresh from its public law",
     "infer": "read off what was sent",
     "neutral": "taken to be off",

@@ -16,6 +16,7 @@ from gradveil.federated.training_config import (
     Name,
     Rounds,
     Section,
+    with_tokenizer,
 )
 from gradveil.runs.run_folder import digest
 from gradveil.spaces import TableSpace, TextSpace
@@ -95,6 +96,10 @@ BUDGET = rf"^\s*({AUTO}|\d+(\.\d+)?\s*[smh]?)\s*$"
 """How a budget is written."""
 
 
+FIRST_SEARCH = {"images": "cdia", "rows": "tableak", "texts": "span-rank"}
+"""The search of a run that names no attacks, by the kind of its examples: it simulates every defence."""
+
+
 class ObservedConfig(Section):
     """Recorded updates to attack instead of simulated ones, and which of them."""
 
@@ -158,8 +163,9 @@ class RunConfig(Section):
     """One kind of client, or a list of kinds that are attacked separately."""
     defences: Annotated[list[Name], Field(min_length=1)] = Field(default=["none"])
     """Defences, or a paper's table: `PAPER/TABLE`."""
-    attacks: Annotated[list[Name], Field(min_length=1)]
-    """Attacks; `adaptive` and `malicious` expand to those registered for each defence."""
+    attacks: Annotated[list[Name], Field(min_length=1)] = Field(default=[])
+    """Attacks; `adaptive` and `malicious` expand to those registered for each defence. If left out: a search that
+    simulates the client (`cdia`; of rows `tableak`, of texts `span-rank`), and the closed forms that apply."""
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = Field(default=[0])
     """Seeds; every trial runs with every seed."""
     target_clients: Count = 32
@@ -218,6 +224,17 @@ class RunConfig(Section):
         return self.train or self.cost
 
     @model_validator(mode="after")
+    def _first_search(self) -> RunConfig:
+        if not self.attacks:  # not by assignment, after which `attacks` would count as set
+            vars(self)["attacks"] = [FIRST_SEARCH[kind_of(self.data.name)]]
+        return self
+
+    @property
+    def searches_first(self) -> bool:
+        """Whether the run names no attacks: closed forms that apply then join its search."""
+        return "attacks" not in self.model_fields_set
+
+    @model_validator(mode="after")
     def _images_of_one_kind(self) -> RunConfig:
         if self.target_images == "client" and (self.train or self.observed):
             what = "observed updates have their own" if self.observed else "clients of a training hold training images"
@@ -238,6 +255,11 @@ class RunConfig(Section):
         unset = isinstance(value, dict) and value.get("threshold") is None and isinstance(name, str)
         space = {"rows": TableSpace, "texts": TextSpace}.get(kind_of(name)) if unset else None
         return value if space is None else {**value, "threshold": space.threshold}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tokenizer_of_the_model(cls, value: Any) -> Any:
+        return with_tokenizer(value)
 
     @model_validator(mode="before")
     @classmethod

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,7 +31,8 @@ from gradveil.core.private_files import read_json, write_private
 AUTO_SECONDS = 180.0
 """Working time of all attacks that share the budget `auto`, whatever the number of defences."""
 _MEASURED, _SLOW = 10, 2.0
-"""Iterations of the measurement; where one takes longer than so many seconds, it is the measurement."""
+"""Iterations of the measurement; where one takes longer than so many seconds, it has few."""
+_FEW = 2
 _FORM = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|m|h)?$")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
@@ -99,10 +99,13 @@ class BudgetShare:
     """How often it searches for one target, at most: once a round if it changes the model anew in every round."""
 
 
-def within(budget: Budget, attack: Attack, share: BudgetShare, run: Callable[[Attack], object], plans: Plans) -> Attack:
+def within(
+    budget: Budget, attack: Attack, share: BudgetShare, time_of: Callable[[Attack], float], plans: Plans
+) -> Attack:
     """Return the attack with as many iterations (epochs) as its share of the budget allows, at most its own.
 
-    `run` attacks once, for a measurement; `plans` keeps its result. An attack with neither stays as it is.
+    `time_of` attacks once and returns the seconds of it, of a search those of its descent; `plans` keeps the result. An
+    attack with neither stays as it is.
     """
     if not spends(attack):
         return attack
@@ -112,7 +115,7 @@ def within(budget: Budget, attack: Attack, share: BudgetShare, run: Callable[[At
     if isinstance(attack, Inversion):
         worth = restarts_worth(attack)
         allowed = (
-            _settled(plans, seconds / worth, _pace(attack, run))
+            _settled(plans, seconds / worth, _pace(attack, time_of))
             if timed
             else amount / (share.whole * worth * share.searches)
         )
@@ -123,7 +126,7 @@ def within(budget: Budget, attack: Attack, share: BudgetShare, run: Callable[[At
         return replace(attack, descent=replace(attack.descent, iterations=limit))
     if isinstance(attack, Learned):
         # Before the first epoch the public examples are gone through once, to know the scale of what is sent.
-        passes = _settled(plans, 2 * seconds, _one_epoch(attack, run)) if timed else amount / share.lessons
+        passes = _settled(plans, 2 * seconds, _one_epoch(attack, time_of)) if timed else amount / share.lessons
         return replace(attack, epochs=max(1, min(int(passes) - 1, attack.epochs)))
     return attack
 
@@ -145,27 +148,20 @@ def _settled(plans: Plans, seconds: float, pace: Callable[[], float]) -> int:
     return allowed
 
 
-def _pace(attack: Inversion, run: Callable[[Attack], object]) -> Callable[[], float]:
+def _pace(attack: Inversion, time_of: Callable[[Attack], float]) -> Callable[[], float]:
     def pace() -> float:
-        short = replace(attack, variants=(), descent=replace(attack.descent, iterations=_MEASURED, halving=False))
-        one = replace(short, descent=replace(short.descent, iterations=1))
-        first = _timed(lambda: run(one))  # the first run of a shape also compares with the reference
-        if first > _SLOW:
-            return first / attack.restarts
-        return _timed(lambda: run(short)) / (_MEASURED * attack.restarts)
+        one = replace(attack, variants=(), descent=replace(attack.descent, iterations=1, halving=False))
+        # The first search of a shape also compares with the reference.
+        count = _FEW if time_of(one) > _SLOW else _MEASURED
+        short = replace(one, descent=replace(one.descent, iterations=count))
+        return time_of(short) / (count * attack.restarts)
 
     return pace
 
 
-def _one_epoch(attack: Learned, run: Callable[[Attack], object]) -> Callable[[], float]:
+def _one_epoch(attack: Learned, time_of: Callable[[Attack], float]) -> Callable[[], float]:
     """Measure two passes over the public examples: an epoch, and the one before it."""
-    return lambda: _timed(lambda: run(replace(attack, epochs=1)))
-
-
-def _timed(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
+    return lambda: time_of(replace(attack, epochs=1))
 
 
 Plan = tuple[int, ...]

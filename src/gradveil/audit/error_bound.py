@@ -7,7 +7,6 @@ guarantee holds, the probability of recovery is bounded too (`gradveil.theory.re
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -25,7 +24,7 @@ from gradveil.audit.experiment import Experiment
 from gradveil.audit.observe import Truth, in_round, undefended
 from gradveil.client import Client
 from gradveil.core.formatting import number as rounded
-from gradveil.core.formatting import percent, plural
+from gradveil.core.formatting import percent, plural, rounded_up
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, take
@@ -53,7 +52,11 @@ def leaked(
     signs in a group (Hutchinson 1989), not a number where the update jumps. `nats` [V] bound the mutual information.
     """
     first = Batch(truth.raw.inputs[0], truth.raw.targets[0])
-    why = obstacle(client, first) if experiment.space.pictured else "there is no prior for other data than images"
+    why = (
+        obstacle(client, first)
+        if experiment.space.pictured
+        else f"no prior of {experiment.space.words.plural} is known"
+    )
     if why is None and (experiment.public is None or len(experiment.public) < 2):
         why = "there are no public images to learn a prior from"
     if why is not None or experiment.public is None:
@@ -237,10 +240,7 @@ def at_most(share: float) -> str:
     >>> at_most(0.0923617), at_most(0.99999), at_most(0.0), at_most(8.7218e-7)
     ('9.24%', '100%', '0%', '8.73e-05%')
     """
-    if share <= 0:
-        return "0%"
-    digits = 2 - math.floor(math.log10(100 * share))
-    return f"{math.ceil(round(100 * share * 10**digits, 6)) / 10**digits:.3g}%"
+    return f"{rounded_up(100 * share):.3g}%"
 
 
 def releases(bound: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from gradveil.audit.attack_selection import UNDEFENDED
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.baselines import Guessing
 from gradveil.audit.sources import Source, TrainingSource
-from gradveil.client import Client, cross_entropy
+from gradveil.client import Client, usual_loss
 from gradveil.core.errors import fail
 from gradveil.core.noise import Key
 from gradveil.core.space import Space
@@ -44,7 +44,8 @@ class Experiment:
     """seed -> the undefended model with its initial weights."""
     defences: Mapping[str, Defence]
     attacks: Mapping[str, Attack]
-    loss: Loss = cross_entropy
+    loss: Loss | None = None
+    """The caller's loss; None for the usual one of the model."""
     facts: tuple[str, ...] = field(default=())
     """What every attack is told beyond the protocol, each named in the records."""
     prepared: tuple[str, ...] = ()
@@ -102,9 +103,10 @@ class Experiment:
     def undefended(self, index: int, seed: int) -> Client:
         """Build the client without a defence, on the run's device and in its precision."""
         settings = self.config.client[index]
+        net = self.model(seed)
         plain = Client(
-            self.model(seed),
-            self.loss,
+            net,
+            self.loss or usual_loss(net),
             local=settings.local.build(settings.batch) if settings.local else None,
             trainable=tuple(settings.trainable) if settings.trainable else None,
             domain=self.domain,

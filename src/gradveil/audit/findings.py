@@ -26,7 +26,7 @@ from gradveil.audit.result_rows import Row, TrialSetting, short_names, summarise
 from gradveil.audit.run_directory import UNFIT, Run, Trial
 from gradveil.audit.threat_model import scope, threat_model, untried
 from gradveil.audit.verdict import LEVELS, Level, Verdict, verdicts
-from gradveil.core.formatting import DASH, duration, interval, listing, percent, plural, size
+from gradveil.core.formatting import DASH, duration, interval, listing, number, percent, plural, size
 from gradveil.core.space import ExampleWords
 from gradveil.defences.guarantees import NOTHING
 from gradveil.federated.training_groups import proven
@@ -489,7 +489,7 @@ def remarks_on(found: Findings, config: Mapping[str, Any], warnings: Sequence[st
     yield from (f"Privacy warning: {doubt}." for doubt in doubts)
     changed = list(dict.fromkeys(change for row in found.rows for change in row.info.get("prepared", ())))
     if changed:
-        yield f"Changed in the model: {'; '.join(changed)}."
+        yield f"Changed in the model: {'; '.join(map(briefly, changed))}."
     assumed = dict.fromkeys(note for row in rows if row.trial.unscored for note in row.info.get("notes", ()))
     if assumed:
         yield f"Assumed of the recorded updates: {'; '.join(assumed)}."
@@ -516,8 +516,43 @@ def stopped(rows: Sequence[Row], config: Mapping[str, Any]) -> Iterator[str]:
         own = "the iterations that their authors use" if config.get("budget") == AUTO else "their own iterations"
         yield (
             f"Budget: it stopped {each} of {own}; the rest would take about {duration(rest)} of computing "
-            "(budget=None, or --budget none)."
+            f"(budget=None, or --budget none).{_in_an_hour(rows)}"
         )
+
+
+_NAMED = 3
+"""Modules of a change that are named in full."""
+_HOUR = 3600
+_MANY = 10
+"""Below so many times what a budget allowed, an hour on one target client is not worth a sentence."""
+
+
+def _in_an_hour(rows: Sequence[Row]) -> str:
+    """Say what the slowest search that a budget stopped does in an hour on one target client, where that is more."""
+    names = short_names(row.attack for row in rows)
+    stopped = [row for row in rows if row.budget_share is not None]
+    paces = [(row.info["seconds"] / spent, row) for row in stopped if (spent := row.info.get("target_iterations"))]
+    if not paces:
+        return ""
+    pace, row = max(paces, key=lambda each: each[0])
+    count, done = _HOUR / pace, row.info["target_iterations"] / len(row.trial.records)
+    if count < _MANY * done:
+        return ""
+    return (
+        f" An hour on one target client does about {number(count, 2)} iterations of {names[row.attack]} instead of "
+        f"{number(done, 2)} (target_clients=1, budget='1h'; or --target-clients 1 --budget 1h)."
+    )
+
+
+def briefly(change: str) -> str:
+    """Shorten the list of modules that a change to a model names.
+
+    >>> briefly("BatchNorm replaced (frozen): modules 'a', 'b', 'c', 'd'"), briefly("made explicit: modules 'a', 'b'")
+    ("BatchNorm replaced (frozen): 4 modules ('a', 'b', …)", "made explicit: modules 'a', 'b'")
+    """
+    what, modules, rest = change.partition(": modules ")
+    names = rest.split(", ")
+    return f"{what}: {len(names)} modules ({names[0]}, {names[1]}, …)" if modules and len(names) > _NAMED else change
 
 
 def guaranteed(found: Findings) -> Iterator[str]:

@@ -26,7 +26,7 @@ from gradveil.audit.experiment import Experiment
 from gradveil.audit.recorded.recorded_updates import observed_images, open_observed
 from gradveil.audit.run_file import with_defaults
 from gradveil.audit.sources import Source, cost_setting, training_of, training_setting
-from gradveil.client import Client, speakers
+from gradveil.client import Client, speakers, usual_loss
 from gradveil.core.errors import UNFIT, GradveilError, Problem, refuse
 from gradveil.core.formatting import listing
 from gradveil.core.types import Batch
@@ -51,7 +51,7 @@ def model_problems(experiment: Experiment) -> list[Problem]:
     found = check(
         model,
         first,
-        experiment.loss,
+        experiment.loss or usual_loss(model),
         bounds=experiment.space.bounds(first.inputs),
         classes=len(experiment.private.classes),
     )

@@ -74,7 +74,6 @@ _EXAMPLES = {
     "data.name": 'name the data: name = "faces"',
     "model": 'name the model: [model] name = "lenet-zhu"',
     "model.name": 'name the model: name = "lenet-zhu"',
-    "attacks": 'list the attacks: attacks = ["ig"]',
     "client.local.lr": "give the step size: lr = 0.1",
     "train.local.lr": "give the step size: lr = 0.1",
     "local.lr": "give the step size: lr = 0.1",

@@ -337,7 +337,8 @@ def score(experiment: Experiment, trial: TrialAddress, found: Recovered, named: 
     info["recovery_bounds"] = recovery_bounds(experiment, trial, found.facts.get("mechanisms", ()), records)
     info["best_guesses"] = best_guesses(experiment.guessing, experiment, places)
     info["metrics"] = [name for name in experiment.config.metrics if name in scores]
-    info |= experiment.space.of_trial(matched, truth, experiment.config.images)
+    certainty = permute(found.tensors["certainty"], order) if "certainty" in found.tensors else None
+    info |= experiment.space.of_trial(matched, truth, experiment.config.images, certainty)
     info["trace"] = _trace(experiment, found, truth)
     kept: dict[str, Tensor] = {}
     if experiment.config.images:
@@ -389,7 +390,7 @@ def _perceptual(experiment: Experiment, matched: Tensor, truth: Tensor, scores: 
     """Add LPIPS to the scores, or return the reason why not under its name."""
     net = experiment.config.lpips
     if not experiment.space.pictured:
-        return {"lpips": f"is for images, not for {experiment.space.words.plural}"}
+        return {} if net is None else {"lpips": f"is for images, not for {experiment.space.words.plural}"}
     if net is None:
         return {"lpips": 'not asked for: set lpips = "alex" (or "vgg") in the run file'}
     found = lpips(matched, truth, net)

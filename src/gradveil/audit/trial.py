@@ -219,9 +219,16 @@ def attacked(
     simulated_client = client if attack.simulated_client == "full" else client.undefended_update()
     knowledge, grants, secrets = grant(experiment, attack, simulated_client, _looked_at(attack, seen).params, truth)
     key = Key(trial.seed, (Stream.ATTACK,))
-    attack = _afforded(
-        experiment, trial, attack, numbers, lambda tried: tried(seen, simulated_client, knowledge, key), plans
-    )
+
+    def time_of(tried: Attack) -> float:
+        given = seen, simulated_client, knowledge, key
+        if isinstance(tried, Inversion):
+            return tried.search(*given).seconds
+        began = time.perf_counter()
+        tried(*given)
+        return time.perf_counter() - began
+
+    attack = _afforded(experiment, trial, attack, numbers, time_of, plans)
     remarks, rehearsed = tuple[Remark, ...](), 0.0
     if isinstance(attack, Inversion) and attack.variants:
         began = time.perf_counter()
@@ -272,6 +279,8 @@ def tensors_of(found: Reconstruction, seen: Observation) -> Tensors:
     }
     if found.before_undoing is not None:
         tensors["before_undoing"] = found.before_undoing
+    if found.certainty is not None:
+        tensors["certainty"] = found.certainty
     if found.match is not None:
         tensors["match"] = found.match
     return tensors | {f"trace.{count}": value for count, value in found.trace.items()}
@@ -347,7 +356,7 @@ def _afforded(
     trial: TrialAddress,
     attack: Attack,
     numbers: range,
-    run: Callable[[Attack], object],
+    time_of: Callable[[Attack], float],
     plans: Plans,
 ) -> Attack:
     """Cut the attack down to its share of the run's budget, if there is one."""
@@ -357,7 +366,7 @@ def _afforded(
     sharers, examples = sharers_of(experiment, trial), config.client[trial.client].examples
     searches = min(config.rounds, examples) if isinstance(attack, Persistent) else 1
     share = BudgetShare(sharers, len(numbers), config.target_clients, lessons(experiment, examples), searches)
-    return within(budget_of(config), attack, share, run, plans)
+    return within(budget_of(config), attack, share, time_of, plans)
 
 
 def sharers_of(experiment: Experiment, trial: TrialAddress) -> int:

@@ -29,10 +29,14 @@ from gradveil.cli.shared_options import (
 )
 
 _HELP = {
-    "run": "A run file (TOML), or the name of a bundled run: faces, digits, patches. Needed without --observed. "
-    "It may name modules (pkg.module:name), which are imported.",
+    "run": "A run file (TOML), or the name of a bundled run: faces, digits, patches. Needed without --observed "
+    "or --model and --data. It may name modules (pkg.module:name), which are imported.",
     "observed": "Attack recorded updates (of gradveil train --record, a Recorder, the Flower mod) instead of simulated "
     "ones: the attacks assume this model, client and defences; missing settings come from the records.",
+    "model": "Model, instead of the file's: of gradveil list models, hf:NAME, timm:NAME, torchvision:NAME, or "
+    "pkg.module:factory.",
+    "dataset": "Data, instead of the file's: of gradveil list data, hf:NAME, parquet:PATH or folder:PATH.",
+    "prepare": "Replace in a copy what cannot be attacked: BatchNorm, hidden dropout, in-place operations.",
     "iterations": "Iterations of every attack that does not set its own.",
     "restarts": "Restarts of every attack that does not set its own.",
     "budget": "Budget per defence, shared by all attacks on it: target-iterations (64000) or time (90s, 10m, 2h). Or "
@@ -53,6 +57,13 @@ def audit(
     target_clients: Annotated[
         int | None, typer.Option("--target-clients", "--victims", help="Number of clients to attack.")
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help=_HELP["model"], autocompletion=completed("models"))
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="NAME", help=_HELP["dataset"], autocompletion=completed("data"))
+    ] = None,
+    prepare: Annotated[bool, typer.Option("--prepare", help=_HELP["prepare"])] = False,
     attack: AttackOption = None,
     defence: DefenceOption = None,
     iterations: Annotated[int | None, typer.Option(min=1, help=_HELP["iterations"])] = None,
@@ -99,7 +110,9 @@ def audit(
     lists = {"attacks": attack or None, "defences": defence or None, "seeds": seed or None}
     overrides: dict[str, Any] = {"target_clients": target_clients, "device": device, **lists}
     overrides |= {"iterations": iterations, "restarts": restarts, "budget": budget}
-    settings = [*([f"observed.folder={json.dumps(str(observed))}"] if observed else []), *(setting or [])]
+    named = {"observed.folder": None if observed is None else str(observed), "model.name": model, "data.name": data}
+    settings = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in named.items() if value is not None]
+    settings += [*(["model.prepare=true"] if prepare else []), *(setting or [])]
     switched = {key: False for key, off in (("images", no_images), ("control", no_control)) if off}
     config = audit_steps.read_config(name, observed, overrides | switched, settings, trained)
     if config.observed is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from gradveil.audit.attack_selection import auto_budget, stands_for_many, trials, without_aim
-from gradveil.audit.attackers.run_attackers import Decision, closed_forms, decide, untried, widened
+from gradveil.audit.attack_selection import auto_budget, trials, without_aim
+from gradveil.audit.attackers.run_attackers import Decision, choice_of, closed_forms, decide, untried, widened
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.audit_run import describe, run, site, title
 from gradveil.audit.display import Screen
@@ -34,7 +35,7 @@ from gradveil.cli.audit_output import show_gate, show_outcome
 from gradveil.cli.exports import Exports, check_accepted
 from gradveil.cli.shared_options import Detail, Place, again, run_directory
 from gradveil.cli.training_output import show_end, show_round, warn
-from gradveil.core.errors import Problem, fail
+from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.formatting import plural
 from gradveil.core.user_code import outdated
 from gradveil.federated.training_config import UNSEEN
@@ -91,14 +92,33 @@ def read_config(
             raise fail(
                 "observed", "does not go with a training: those updates were made elsewhere", "leave out --train"
             )
-        if ":" in config.model.name and "budget" not in config.model_fields_set:  # a custom model, of unknown cost
-            return config.model_copy(update={"budget": auto_budget(config.attacks, config.iterations)})
-        return config
-    if observed is None:
-        remedy = "name a run file or a bundled run: gradveil audit faces; or add --observed DIR"
-        raise fail("RUN", "is missing", remedy)
-    raw = {"name": "observed", "data": {"name": UNSEEN}, "model": {}, "attacks": ["ig(labels=restore)"]}
-    return assemble(raw | {key: value for key, value in overrides.items() if value is not None}, settings)
+        return _within_minutes(config)
+    raw: dict[str, Any] = {"name": "observed", "data": {"name": UNSEEN}, "model": {}}
+    if observed is not None:
+        raw["attacks"] = ["ig(labels=restore)"]
+    else:
+        raw = _unnamed(settings)
+    config = assemble(raw | {key: value for key, value in overrides.items() if value is not None}, settings)
+    return config if observed is not None else _within_minutes(config)
+
+
+def _unnamed(settings: Sequence[str]) -> dict[str, Any]:
+    """Begin a run without a file, which `--model` and `--data` describe; it is named after them."""
+    texts = {key: text.strip('"') for key, _, text in (setting.partition("=") for setting in settings)}
+    if missing := [key for key in ("model", "data") if f"{key}.name" not in texts]:
+        remedy = "name a run file or a bundled run: gradveil audit faces; or both: --model NAME --data NAME; "
+        remedy += "or add --observed DIR"
+        refuse([Problem("RUN" if len(missing) == 2 else f"--{missing[0]}", "is missing", remedy)])
+    last = (re.split(r"[:/\\]", texts[f"{key}.name"])[-1] for key in ("model", "data"))
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(last)).strip("-._").lower()
+    return {"name": name or "audit", "data": {}, "model": {}}
+
+
+def _within_minutes(config: RunConfig) -> RunConfig:
+    """Give a custom model, whose cost nobody knows, the budget of a few minutes, if none is set."""
+    if ":" in config.model.name and "budget" not in config.model_fields_set:
+        return config.model_copy(update={"budget": auto_budget(config.attacks, config.iterations)})
+    return config
 
 
 def open_run(config: RunConfig, data_dir: Path | None) -> tuple[Experiment, list[Decision]]:
@@ -106,8 +126,8 @@ def open_run(config: RunConfig, data_dir: Path | None) -> tuple[Experiment, list
     console = Console(stderr=True, soft_wrap=True, markup=False)
     experiment = open_experiment(config, data_dir)
     decisions = decide(experiment)
-    if any(stands_for_many(text) for text in config.attacks):
-        experiment, decisions, added = widened(experiment, decisions)
+    if (joins := choice_of(config)) is not None:
+        experiment, decisions, added = widened(experiment, decisions, joins)
         for line in added:
             console.print(Text(line))
     return experiment, decisions

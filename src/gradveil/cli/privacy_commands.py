@@ -15,7 +15,7 @@ import typer
 from gradveil.cli.index import read_index
 from gradveil.cli.shared_options import DefenceOption, completed, own_code
 from gradveil.core.errors import GradveilError, fail, refuse
-from gradveil.core.formatting import number, percent, plural
+from gradveil.core.formatting import number, percent, plural, rounded_up
 
 if TYPE_CHECKING:
     from gradveil.audit.experiment import Experiment
@@ -75,7 +75,7 @@ def account(
     console.print(
         f"noise multiplier (sigma) {noise:.4g}: the noise's standard deviation on the sum, over the clip norm"
     )
-    quoted = ", ".join(f"{number(most)} (guess {each:g})" for each, most in limits.items())
+    quoted = ", ".join(f"{rounded_up(most):.3g} (guess {each:g})" for each, most in limits.items())
     console.print(f"recovery of an example, by any attacker: at most {quoted}")
     console.print(f"Assumed: {taken}.", style="dim")
     return 0

@@ -8,7 +8,7 @@ from typing import Literal
 
 from gradveil.core.errors import fail
 
-Extra = Literal["demo", "dp", "flower", "hub", "metrics", "perceptual", "plot", "ray"]
+Extra = Literal["demo", "dp", "flower", "hub", "metrics", "perceptual", "plot", "ray", "text"]
 """The extras of `pyproject.toml` that users install."""
 
 

@@ -49,6 +49,18 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{digits}g}"
 
 
+def rounded_up(value: float, digits: int = 3) -> float:
+    """Round a positive number up to `digits` significant digits, so that what is at most it stays at most the result.
+
+    >>> rounded_up(0.0601201), rounded_up(9.23617), rounded_up(0.0), rounded_up(0.5)
+    (0.0602, 9.24, 0.0, 0.5)
+    """
+    if value <= 0:
+        return 0.0
+    places = digits - 1 - math.floor(math.log10(value))
+    return math.ceil(round(value * 10.0**places, 6)) / 10.0**places
+
+
 def size(count: float | None) -> str:
     """Write a number of bytes with decimal prefixes.
 

@@ -124,9 +124,16 @@ class Space(ABC):
         """Pool matched answers [R, ...] of several restarts: their median."""
         return inputs.median(0).values
 
-    def of_trial(self, candidates: Tensor, truths: Tensor, private: bool) -> Mapping[str, Any]:
+    def agreement(self, inputs: Tensor) -> Tensor | None:
+        """Return how far matched answers [R, ...] agree in each part of a view, from 0 to 1; None where undefined."""
+        return None
+
+    def of_trial(
+        self, candidates: Tensor, truths: Tensor, private: bool, certainty: Tensor | None = None
+    ) -> Mapping[str, Any]:
         """Return what a trial's record says of matched views [V, B, ...] beside their scores.
 
+        `certainty` is the `agreement` of the restarts that the attack pooled.
         Private examples themselves are only in it if `private` allows it.
         """
         return {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -157,30 +157,37 @@ def load(
     image_column: str | None = None,
     label_column: str | None = None,
     column: str | None = None,
+    columns: Mapping[str, str] | None = None,
     client_seed: int | None = None,
+    tokenizer: str | None = None,
+    tokens: int | None = None,
 ) -> Splits:
     """Load the public and private images of a data set by its short name, Hugging Face name, or path.
 
     `size` is the side of the resized images in pixels, None for their own. `channels` 1 makes them grey, 3 colour. The
     limits keep the first images of each split and decode no others. `normalise`: `"dataset"` uses the published mean
     and std, or else those of the (decoded) public images; `"none"` leaves pixels in [0, 1]; a pair (means, stds) is
-    used as it is. `column` names an additional column of the public images to read. With `client_seed` the private
+    used as it is. `column` names an additional column of the public images to read. `columns` declares columns of a
+    table as "number" or "category". With `client_seed` the private
     images are those of one of ten clients: a tenth of the training images, drawn and put in random order by the seed.
-    The others stay public, and the test images are not read.
+    The others stay public, and the test images are not read. Texts are cut after `tokens`, by a `tokenizer` of
+    transformers: a folder or a name of the user's cache; without one the vocabulary is learned from public texts.
 
     >>> splits = load("digits", normalise="none", limit_private=8)
     >>> tuple(splits.private.inputs.shape), splits.private.targets.tolist()
     ((8, 1, 32, 32), [8, 4, 1, 7, 7, 3, 5, 1])
     """
     _check(name, size, channels, normalise, limit_public, limit_private)
+    if columns and kind_of(name) != "rows":
+        raise fail("columns", f"are kinds of a table's columns, and {name!r} holds {kind_of(name)}", "remove them")
     if (kind := kind_of(name)) != "images":
         folder = data_dir or os.environ.get(DATA_DIR)
         where = Path(folder).expanduser() if folder else None
         source = DATASETS[name].source if name in DATASETS else ""
         if kind == "texts":
-            rows = texts.open_texts(name, where, label_column, source)
+            rows = texts.open_texts(name, where, label_column, source, tokenizer, tokens)
         else:
-            rows = tables.open_rows(name, where, label_column, source, column)
+            rows = tables.open_rows(name, where, label_column, source, column, columns)
         if client_seed is not None:
             others, own = _client(len(rows.public), client_seed)
             rows = Splits(rows.public.subset(others), rows.public.subset(own))

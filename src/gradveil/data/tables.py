@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.extras import needs
+from gradveil.data.column_inference import with_inference
 from gradveil.data.dataset import Dataset, Splits
 from gradveil.spaces.table_space import TOLERANCE, TableColumn, TableSpace
 
@@ -28,11 +29,17 @@ FEW = 10
 """Whole numbers with at most so many different public values are categories, unless a run says otherwise."""
 SUFFIXES = (".csv", ".csv.gz", ".parquet")
 """Files that hold a table, by the end of their names."""
+KINDS = ("number", "category")
+"""Kinds of columns."""
 LABELS = ("label", "target", "class", "income", "y")
 """Names of a label column that need not be given."""
 
 Values = Mapping[str, Sequence[Any]]
 """A table: the values of each column, by its name."""
+
+
+Kinds = Mapping[str, str]
+"""Kinds of columns by name, one of `KINDS` each; those of the other columns follow from their public values."""
 
 
 class Halves(NamedTuple):
@@ -106,10 +113,11 @@ def _missing(value: Any) -> bool:
     return value is None or type(value).__name__ == "NAType" or bool(value != value)
 
 
-def table(frame: Any, label: str | None = None, private: Any = None) -> Splits:
+def table(frame: Any, label: str | None = None, private: Any = None, columns: Kinds | None = None) -> Splits:
     """Make data of a data frame (pandas, polars, pyarrow) or a mapping of columns, with this label column.
 
-    `private` holds the private rows; without it, every fourth row of each class is private.
+    `private` holds the private rows; without it, every fourth row of each class is private. `columns` declares columns
+    as "number" or "category".
 
     >>> data = table({"age": [20.5 + i for i in range(12)], "sex": ["f", "m"] * 6, "ill": [0, 1] * 6}, label="ill")
     >>> data.private
@@ -117,31 +125,43 @@ def table(frame: Any, label: str | None = None, private: Any = None) -> Splits:
     """
     values = of_frame(frame)
     halves = shared_out(values, label_of(values, "table", label)) if private is None else None
-    return splits_of(halves or Halves(values, of_frame(private)), "table", label)
+    return splits_of(halves or Halves(values, of_frame(private)), "table", label, kinds=columns)
 
 
 def open_rows(
-    name: str, data_dir: Path | None, label: str | None = None, source: str = "", column: str | None = None
+    name: str,
+    data_dir: Path | None,
+    label: str | None = None,
+    source: str = "",
+    column: str | None = None,
+    kinds: Kinds | None = None,
 ) -> Splits:
     """Load a table by its name: `NAME-train.parquet` and `NAME-test.parquet` in the data folder, or a file.
 
     Of a single file every fourth row of each class is private. Means, deviations, ranges and levels are those of the
     public rows alone.
     """
-    return splits_of(_halves(name, data_dir, label), name, label, source, column)
+    return splits_of(_halves(name, data_dir, label), name, label, source, column, kinds)
 
 
 def splits_of(
-    halves: Halves, name: str, label: str | None = None, source: str = "", column: str | None = None
+    halves: Halves,
+    name: str,
+    label: str | None = None,
+    source: str = "",
+    column: str | None = None,
+    kinds: Kinds | None = None,
 ) -> Splits:
     """Make data of public and private rows; `column` names one of which `Dataset.column` keeps the public values."""
     target = label_of(halves.public, name, label)
-    refuse(list(_problems(halves, target, name)))
+    kinds = kinds or {}
+    refuse([*_problems(halves, target, name), *_kind_problems(halves, target, kinds)])
     features = [column for column in halves.public if column != target]
     classes, numbers = _classes(halves, target, name)
     if column is not None and column != "label" and column not in halves.public:
         raise fail(f"column '{column}'", f"is not in {name}", f"choose among: {', '.join(halves.public)}")
-    space = TableSpace(tuple(fitted(one, halves.public[one]) for one in features))
+    space = TableSpace(tuple(fitted(one, halves.public[one], kinds.get(one)) for one in features))
+    space = with_inference(space, _inputs(space, halves.public))
     kept = [tuple(halves.public[target if column == "label" else column]) if column else (), ()]
     return Splits(
         *(
@@ -160,20 +180,27 @@ def _made(
     source: str,
     extra: tuple[Any, ...],
 ) -> Dataset:
-    cells = [placed_values(column, values[column.name]) for column in space.columns]
-    inputs = space.encode(torch.stack(cells, -1)).float()
+    inputs = _inputs(space, values)
     plain = zip(*(values[column.name] for column in space.columns), strict=True)
     marks = tuple(int.from_bytes(hashlib.sha256(repr(row).encode()).digest()[:6]) for row in plain)
     targets = torch.tensor(labels, dtype=torch.int64)
     return Dataset(name, inputs, targets, classes, source=source, column=extra, marks=marks, example=space)
 
 
-def fitted(name: str, values: Sequence[Any]) -> TableColumn:
-    """Learn a column from its public values: text, and whole numbers with at most ten values, are categories."""
+def _inputs(space: TableSpace, values: Values) -> Tensor:
+    cells = [placed_values(column, values[column.name]) for column in space.columns]
+    return space.encode(torch.stack(cells, -1)).float()
+
+
+def fitted(name: str, values: Sequence[Any], kind: str | None = None) -> TableColumn:
+    """Learn a column from its public values.
+
+    Unless its kind is declared, text and whole numbers with at most ten values are categories.
+    """
     known = [value for value in values if not _missing(value)]
     whole = all(isinstance(value, int) for value in known)
     words = any(isinstance(value, str | bool) for value in known)
-    if words or (whole and len({*known}) <= FEW):
+    if kind == "category" or (kind is None and (words or (whole and len({*known}) <= FEW))):
         counts = Counter(map(str, known if words else sorted(known)))
         levels = tuple(sorted(counts) if words else counts)
         levels = levels if OTHER in levels else (*levels, OTHER)
@@ -237,6 +264,19 @@ def _problems(halves: Halves, target: str, name: str) -> Sequence[Problem]:
         if any(isinstance(value, float) and math.isinf(value) for value in (*values, *halves.private[column])):
             found.append(Problem(where, f"column '{column}' holds infinite numbers", "leave those cells empty"))
     return found
+
+
+def _kind_problems(halves: Halves, target: str, kinds: Kinds) -> Iterator[Problem]:
+    features = [column for column in halves.public if column != target]
+    if unknown := [column for column in kinds if column not in features]:
+        what = f"names {', '.join(unknown)}: no column of the rows"
+        yield Problem("columns", what, f"choose among: {', '.join(features)}")
+    for column, kind in kinds.items():
+        if kind not in KINDS:
+            yield Problem(f"columns.{column}", f"is '{kind}'", f"choose one of: {', '.join(KINDS)}")
+        elif kind == "number" and any(isinstance(v, str) for half in halves for v in half.get(column, ())):
+            words = next(v for half in halves for v in half[column] if isinstance(v, str))
+            yield Problem(f"columns.{column}", f"is a number, and holds '{words}'", "declare it a category")
 
 
 def label_problems(halves: Halves, target: str, name: str, some: str = "rows") -> Iterator[Problem]:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import importlib.resources
-import re
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,76 +14,14 @@ from torch import Tensor
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.formatting import listing
 from gradveil.data.dataset import Dataset, Splits
+from gradveil.data.given_tokenizer import GivenTokenizer, padded_rows, read_tokenizer
 from gradveil.data.tables import Halves, Values, label_of, label_problems, parsed, read_values, shared_out
-from gradveil.spaces.text_space import TextSpace
+from gradveil.data.word_pieces import LENGTH, WordPieces
 
 FORM = "texts:"
 """Beginning of the name of a file with a column `text`: `texts:reviews.csv`."""
-LENGTH = 32
-"""Tokens of a text, with its start and end; longer ones are cut."""
-PIECES = 2048
-"""Tokens of a vocabulary that is learned from the public texts."""
-SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
-"""Tokens that are no words: padding, start, end, and what the vocabulary lacks."""
-_WORD = re.compile(r"\w+|[^\w\s]")
 _COLUMNS = ("text", "sentence", "review", "content")
 """Names of the column with the texts."""
-
-
-@dataclass(frozen=True)
-class WordPieces:
-    """A tokenizer: lower-cased words, cut into the longest pieces of a vocabulary.
-
-    Learned vocabularies hold every letter, so that no word is lost, and the most frequent words.
-
-    >>> pieces = WordPieces.learned(["a good film", "a bad film"], 30)
-    >>> pieces.cut("A good fad")[:3]
-    ['a', 'good', 'f']
-    """
-
-    vocabulary: tuple[str, ...]
-    length: int = LENGTH
-
-    @classmethod
-    def learned(cls, texts: Iterable[str], size: int = PIECES, length: int = LENGTH) -> WordPieces:
-        """Take the letters and the most frequent words of texts."""
-        counts = Counter(word for text in texts for word in _WORD.findall(text.lower()))
-        letters = sorted({letter for word in counts for letter in word})
-        small = [*letters, *(f"##{letter}" for letter in letters)]
-        words = [word for word, _ in sorted(counts.items(), key=lambda one: (-one[1], one[0])) if len(word) > 1]
-        return cls((*SPECIAL, *small, *words[: max(0, size - len(SPECIAL) - len(small))]), length)
-
-    def cut(self, text: str) -> list[str]:
-        """Cut a text into pieces."""
-        known, pieces = self._numbers(), list[str]()
-        for word in _WORD.findall(text.lower()):
-            start = 0
-            while start < len(word):
-                prefix = "##" if start else ""
-                ends = (end for end in range(len(word), start, -1) if prefix + word[start:end] in known)
-                end = next(ends, None)
-                if end is None:
-                    pieces.append(SPECIAL[3])
-                    break
-                pieces.append(prefix + word[start:end])
-                start = end
-        return pieces
-
-    def encode(self, texts: Sequence[str]) -> Tensor:
-        """Return token numbers [N, length]: start, pieces, end, padding."""
-        known = self._numbers()
-        table = torch.zeros(len(texts), self.length, dtype=torch.long)
-        for row, text in zip(table, texts, strict=True):
-            numbers = [1, *(known[piece] for piece in self.cut(text)[: self.length - 2]), 2]
-            row[: len(numbers)] = torch.tensor(numbers)
-        return table
-
-    def space(self) -> TextSpace:
-        """Return the space of the texts."""
-        return TextSpace((self.length,), self.vocabulary, padding=0, start=1, end=2)
-
-    def _numbers(self) -> dict[str, int]:
-        return {piece: number for number, piece in enumerate(self.vocabulary)}
 
 
 def is_texts(name: str) -> bool:
@@ -98,10 +33,18 @@ def is_texts(name: str) -> bool:
     return name.startswith(FORM)
 
 
-def open_texts(name: str, data_dir: Path | None, label: str | None = None, source: str = "") -> Splits:
+def open_texts(
+    name: str,
+    data_dir: Path | None,
+    label: str | None = None,
+    source: str = "",
+    tokenizer: str | None = None,
+    tokens: int | None = None,
+) -> Splits:
     """Load texts: the bundled `reviews`, `texts/NAME-{train,test}.parquet` in the data folder, or a file.
 
-    The vocabulary is learned from the public texts. Of a single file every fourth text of each class is private.
+    Without a tokenizer's name, the vocabulary is learned from the public texts. Texts are cut after `tokens`, 32 if
+    none are given. Of a single file every fourth text of each class is private.
     """
     halves = _halves(name, data_dir, label)
     column = next((one for one in _COLUMNS if one in halves.public), None)
@@ -109,10 +52,20 @@ def open_texts(name: str, data_dir: Path | None, label: str | None = None, sourc
         what = f"has no column {' or '.join(_COLUMNS)}"
         raise fail(f"data {name!r}", what, f"rename one of: {', '.join(halves.public)}")
     target = label_of(halves.public, name, label)
-    return splits_of_texts(halves, name, column, target, source or f"{name}, as given by the user.")
+    own = None if tokenizer is None else read_tokenizer(tokenizer, "tokenizer")
+    source = source or f"{name}, as given by the user."
+    return splits_of_texts(halves, name, column, target, source, own, tokens or LENGTH)
 
 
-def splits_of_texts(halves: Halves, name: str, column: str, target: str, source: str) -> Splits:
+def splits_of_texts(
+    halves: Halves,
+    name: str,
+    column: str,
+    target: str,
+    source: str,
+    tokenizer: GivenTokenizer | None = None,
+    tokens: int = LENGTH,
+) -> Splits:
     """Make data of public and private texts with labels."""
     where, problems = f"data {name!r}", list[Problem]()
     if lacks := [each for each in (column, target) if each not in halves.private]:
@@ -129,15 +82,23 @@ def splits_of_texts(halves: Halves, name: str, column: str, target: str, source:
         what = f"class {next(iter(strange))!r} is in the private texts only"
         problems.append(Problem(where, what, "split the texts so that each class is in both"))
     refuse(problems)
-    pieces = WordPieces.learned(halves.public[column])
+    if tokenizer is None:
+        pieces = WordPieces.learned(halves.public[column], length=tokens)
+        encode, space = pieces.encode, pieces.space()
+    else:
+        space = tokenizer.space(tokens, tokenizer.padding)
+
+        def encode(texts: Sequence[str]) -> Tensor:
+            return padded_rows(tokenizer.numbers(texts), tokens, tokenizer.padding, end=space.end)
+
     places = {value: place for place, value in enumerate(names)}
     parts = []
     for split, half in zip(("public", "private"), halves, strict=True):
         marks = tuple(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) for text in half[column])
         labels = torch.tensor([places[value] for value in half[target]])
         data = Dataset(
-            f"{name}/{split}", pieces.encode(half[column]), labels, tuple(map(str, names)), source=source,
-            marks=marks, example=pieces.space(),
+            f"{name}/{split}", encode(half[column]), labels, tuple(map(str, names)), source=source,
+            marks=marks, example=space,
         )  # fmt: skip
         parts.append(data)
     return Splits(*parts)

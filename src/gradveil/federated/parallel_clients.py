@@ -45,18 +45,18 @@ class Sent(NamedTuple):
     update: Tensors
     state: Tensors
     seconds: float
-    """Its share of its group's time."""
+    """Its share of its group's time: of the processor, or on a GPU until it is done."""
 
 
 def compute(client: Client, params: Tensors, tasks: Mapping[int, ClientTask], together: Together) -> Iterator[Sent]:
     """Compute every client's update of a round, group by group."""
     for group in groups(client, params, {number: task.batch for number, task in tasks.items()}, together):
-        started = time.perf_counter()
+        started = _clock(params)
         if len(group) == 1:
             made = [drawn_update(client, params, *tasks[group[0]])]
         else:
             made = drawn_updates(client, params, [tasks[number] for number in group])
-        seconds = _since(started, made[-1][0]) / len(group)
+        seconds = (_clock(params) - started) / len(group)
         for number, (update, state) in zip(group, made, strict=True):
             yield Sent(number, update, state, seconds)
 
@@ -136,8 +136,9 @@ def _written(client: Client, params: Tensors, batch: Batch) -> int:
 _WRITTEN: WeakKeyDictionary[nn.Module, dict[Any, int]] = WeakKeyDictionary()
 
 
-def _since(started: float, made: Tensors) -> float:
-    """Return the elapsed seconds; waits for a GPU."""
+def _clock(made: Tensors) -> float:
+    """Return the seconds of a clock: of the processor, which other programs do not slow down, or of a GPU's work."""
     if any(value.is_cuda for value in made.values()):
         torch.cuda.synchronize()
-    return time.perf_counter() - started
+        return time.perf_counter()
+    return time.process_time()

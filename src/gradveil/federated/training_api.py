@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from gradveil.client import Local
+from gradveil.client import Local, usual_loss
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.formatting import percent, size
 from gradveil.core.given_objects import named
@@ -30,6 +30,7 @@ from gradveil.core.types import Batch, Loss
 from gradveil.data import Dataset, Splits
 from gradveil.data.given_examples import tensors_of
 from gradveil.data.pixel_range import Bounds, pixel_statistics
+from gradveil.data.text_arguments import text_arguments
 from gradveil.defences import Defence, parse
 from gradveil.federated.training_config import LocalConfig, TrainConfig
 from gradveil.federated.training_run import FAILED, TRAINING_RUN, describe, load_training, run, trial_file
@@ -118,6 +119,14 @@ class TrainResult:
             yield name, summary["status"], percent(summary["accuracy"]), str(summary["rounds"]), sent, got
 
 
+def opened_training(folder: Path, **surfaces: Any) -> TrainResult:
+    """Return the result of a training on disk, as far as it is done; `surfaces` write its report and figures."""
+    done = [(trial, summary) for trial, summary in load_training(folder).trials if summary is not None]
+    summaries = {trial.title: summary for trial, summary in done}
+    files = {trial.title: trial_file(folder, trial) for trial, summary in done if summary["status"] != FAILED}
+    return TrainResult(summaries, folder, files, **surfaces)
+
+
 def train_model(
     model: nn.Module,
     data: Any,
@@ -125,11 +134,13 @@ def train_model(
     rounds: int,
     clients: int,
     defences: Sequence[str | Defence],
-    loss: Loss,
+    loss: Loss | None,
     local: Local | Mapping[str, Any] | None,
     *,
     write_report: Callable[[Path, Path], Path],
     draw_figure: Callable[..., Any],
+    tokenizer: Any = None,
+    length: int | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     bounds: Bounds = None,
@@ -140,6 +151,7 @@ def train_model(
     **settings: Any,
 ) -> TrainResult:
     """Train a custom model on custom data. `gradveil.train` documents the arguments."""
+    model, data, test = _of_texts(model, data, test, tokenizer, length)
     data, test = (
         examples
         if isinstance(examples, Dataset | Splits) or examples is None
@@ -154,7 +166,7 @@ def train_model(
     if prepare:
         few = splits.public.subset(range(min(4, len(splits.public))))
         try:
-            model, _ = prepared(model, batch=Batch(few.inputs, few.targets), loss=loss)
+            model, _ = prepared(model, batch=Batch(few.inputs, few.targets), loss=loss or usual_loss(model))
         except GradveilError as error:
             raise GradveilError(replace(p, where=called(model, p.where)) for p in error.problems) from None
     kind = type(model).__name__
@@ -174,7 +186,21 @@ def train_model(
     setting = TrainingSetting(config, splits, model=model, defences=against, loss=loss)
     refuse(list(device_problems(config.device, config.precision)))
     refuse([_as_argument(problem, prepare) for problem in setting_problems(setting)])
-    return _run(setting, out, partial(TrainResult, write_report=write_report, draw_figure=draw_figure), progress)
+    return _run(setting, out, partial(opened_training, write_report=write_report, draw_figure=draw_figure), progress)
+
+
+def _of_texts(model: Any, data: Any, test: Any, tokenizer: Any, length: int | None) -> tuple[Any, Any, Any]:
+    """Encode texts, and wrap a model of transformers that reads them; other arguments stay as they are."""
+    if not isinstance(model, nn.Module) or isinstance(data, Splits):
+        texts = text_arguments(model, data.public) if isinstance(model, nn.Module) else None
+        return (model if texts is None else texts.model), data, test
+    texts = text_arguments(model, data, test, tokenizer, length, where="data")
+    if texts is None or texts.examples is None or texts.public is None:
+        return model, data, test
+    names = tuple(str(number) for number in range(count_classes(texts.model, texts.examples[0][:1])))
+    share, measure = (Dataset("texts", *pair, classes=names, example=texts.space)
+                      for pair in (texts.examples, texts.public))  # fmt: skip
+    return texts.model, share, measure
 
 
 def _wrong_objects(model: Any, data: Any, test: Any, settings: Mapping[str, Any]) -> Iterator[Problem]:
@@ -265,7 +291,7 @@ def _fingerprint(model: nn.Module, splits: Splits) -> str:
 def _run(
     setting: TrainingSetting,
     out: Path | str | None,
-    make: Callable[..., TrainResult],
+    make: Callable[[Path], TrainResult],
     progress: bool | None,
 ) -> TrainResult:
     folder = Path(tempfile.mkdtemp(prefix="gradveil-") if out is None else out)
@@ -282,12 +308,7 @@ def _run(
         info = describe(setting.config, "gradveil.train(...)", images=setting.data.identities())
         with TRAINING_RUN.opened(folder, info):
             run(setting, folder, report)
-        done = [(trial, summary) for trial, summary in load_training(folder).trials if summary is not None]
-        result = make(
-            {trial.title: summary for trial, summary in done},
-            folder,
-            {trial.title: trial_file(folder, trial) for trial, summary in done if summary["status"] != FAILED},
-        )
+        result = make(folder)
         undo.pop_all()
     if out is None:
         weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)

@@ -8,8 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 
 from gradveil.client import Local
 from gradveil.data import DATASETS
+from gradveil.data.registry import kind_of
 from gradveil.federated.aggregate import Server
 from gradveil.federated.parallel_clients import Together
+from gradveil.nn.models.text_library import is_type
 from gradveil.runs.run_folder import digest
 
 Count = Annotated[int, Field(ge=1)]
@@ -25,7 +27,7 @@ UNSEEN = "unseen"
 
 
 _COLUMNS = ("image_column", "label_column")
-_LATER = {**dict.fromkeys(_COLUMNS), "train_on": "auxiliary"}
+_LATER = {**dict.fromkeys((*_COLUMNS, "columns", "tokenizer", "tokens")), "train_on": "auxiliary"}
 """Settings of data that runs from before them do not have, with their defaults."""
 
 
@@ -60,6 +62,13 @@ class DataConfig(Section):
     """Column with the images, of a Parquet file or Hugging Face data with unusual names."""
     label_column: Name | None = None
     """Column with the labels."""
+    tokenizer: Name | None = None
+    """For texts: a tokenizer of transformers, `hf:NAME` of your cache or a folder. None: that of a model with a
+    tokenizer, else a vocabulary that is learned from the public texts."""
+    tokens: Annotated[int, Field(ge=3)] | None = None
+    """For texts: their most tokens, 32 by default. Longer texts are cut."""
+    columns: dict[str, Literal["number", "category"]] | None = None
+    """Kinds of a table's columns, by name: `{ age = "number" }`. Those of the others follow from their values."""
 
     @model_serializer(mode="wrap")
     def _without_later_defaults(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -72,6 +81,8 @@ class DataConfig(Section):
             raise ValueError("mean and std go together")
         if self.classes is not None and self.name != UNSEEN:
             raise ValueError(f"the data '{self.name}' have their own classes; remove this setting")
+        if kind_of(self.name) != "texts" and (self.tokenizer or self.tokens):
+            raise ValueError(f"tokenizer and tokens are for texts, and the data '{self.name}' are none; remove them")
         columns = [key for key in _COLUMNS if getattr(self, key) is not None]
         bundled = self.name in DATASETS and DATASETS[self.name].bundled
         if columns and (bundled or self.name == UNSEEN or self.name.startswith("folder:")):
@@ -93,6 +104,17 @@ class ModelConfig(Section):
     weights: Name | None = None
     """A safetensors file with parameters, looked for in the working directory, then in the data folder. None: the seed
     draws initial weights."""
+
+
+def with_tokenizer(settings: Any) -> Any:
+    """Return the settings of a run; texts for a model that has a tokenizer take that one, if they name none."""
+    data, model = (settings.get(key) for key in ("data", "model")) if isinstance(settings, dict) else (None, None)
+    if not (isinstance(data, dict) and isinstance(model, dict)) or data.get("tokenizer") is not None:
+        return settings
+    name, texts = model.get("name"), isinstance(data.get("name"), str) and kind_of(data["name"]) == "texts"
+    if not (texts and isinstance(name, str) and name.startswith("hf:")) or is_type(name):
+        return settings
+    return {**settings, "data": {**data, "tokenizer": name}}
 
 
 class LocalConfig(Section):
@@ -282,6 +304,11 @@ class TrainConfig(Rounds):
     """Floating-point precision."""
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?|mps)$")] = "cpu"
     """cpu, cuda, cuda:1 or mps."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tokenizer_of_the_model(cls, value: Any) -> Any:
+        return with_tokenizer(value)
 
     @model_validator(mode="after")
     def _complete(self) -> TrainConfig:

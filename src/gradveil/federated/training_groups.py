@@ -183,7 +183,7 @@ def no_progress(groups: Sequence[TrainingGroup]) -> str:
     if not stuck:
         return ""
     sentence = (
-        f"{listing(group.name for group in stuck)} classified no more images correctly than one class for all does "
+        f"{listing(group.name for group in stuck)} classified no more examples correctly than one class for all does "
     )
     sentence += f"({percent(stuck[0].mean('constant'))}): no training progress yet"
     is_reference = any(group.name == "none" for group in stuck)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gradveil.client import Client, cross_entropy
+from gradveil.client import Client, usual_loss
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.formatting import listing
 from gradveil.core.noise import Key
@@ -54,11 +54,19 @@ def open_images(
             image_column=config.image_column,
             label_column=config.label_column,
             column=column,
+            columns=config.columns,
             client_seed=client_seed,
+            tokenizer=config.tokenizer,
+            tokens=config.tokens,
         )
     except GradveilError as error:
         raise GradveilError(
-            Problem(f"data: {p.where}", p.what, _COLUMN.sub(r"data.\1", p.remedy)) for p in error.problems
+            Problem(
+                f"data.{p.where}" if p.where.startswith("columns") else f"data: {p.where}",
+                p.what,
+                _COLUMN.sub(r"data.\1", p.remedy),
+            )
+            for p in error.problems
         ) from error
 
 
@@ -159,7 +167,8 @@ class TrainingSetting:
     """The caller's model with its weights; None if the run builds one for each seed."""
     defences: Mapping[str, Defence] = field(default_factory=dict[str, Defence])
     """Defences that the caller passes as objects, by name; all others are parsed."""
-    loss: Loss = cross_entropy
+    loss: Loss | None = None
+    """The caller's loss; None for the usual one of the model."""
 
     def defence(self, text: str) -> Defence:
         """Return the defence that the run names by this text."""
@@ -209,7 +218,7 @@ class TrainingSetting:
         domain = Domain(images.space, count_classes(net, images.inputs[:1], len(images.classes)))
         local = config.local.build(smallest) if config.local else None
         trainable = tuple(config.trainable) if config.trainable else None
-        return Client(net, self.loss, local=local, trainable=trainable, domain=domain)
+        return Client(net, self.loss or usual_loss(net), local=local, trainable=trainable, domain=domain)
 
     def hands(self, seed: int) -> list[tuple[Tensor, Tensor]]:
         """Partition the training images: for each client the indices of its training and its validation images."""
@@ -335,7 +344,7 @@ def setting_problems(setting: TrainingSetting) -> Iterator[Problem]:
             if i == 0:
                 model = federation.client.model
                 limits, classes = images.space.bounds(few.inputs), len(images.classes)
-                problems = check(model, few, setting.loss, bounds=limits, classes=classes)
+                problems = check(model, few, federation.client.loss, bounds=limits, classes=classes)
                 yield from (_of_model(problem, model, config) for problem in problems)
         except GradveilError as error:
             yield from (Problem(f"{where}: {p.where}", p.what, p.remedy) for p in error.problems)

@@ -19,6 +19,7 @@ from gradveil.core.tree import Tensors, plain
 from gradveil.core.types import Batch, Features, Loss
 from gradveil.nn.module_paths import call_on, caught_by_linear
 from gradveil.nn.stochastic import buffer_places, collect_penalties
+from gradveil.nn.token_layout import TokenModel, own_loss
 
 _caught: ContextVar[list[Tensor] | None] = ContextVar("caught", default=None)
 
@@ -168,3 +169,8 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     if targets.dtype.is_floating_point:
         return -(targets * torch.log_softmax(outputs, dim=-1)).sum(-1)
     return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def usual_loss(model: nn.Module) -> Loss:
+    """Return the loss that a model is trained with: its own for language models, else cross-entropy."""
+    return own_loss if isinstance(model, TokenModel) and model.layout.predicts_words else cross_entropy

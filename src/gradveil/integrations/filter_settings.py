@@ -10,8 +10,8 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +34,8 @@ class FilterSettings:
     kind: str
     """The class, without its module."""
     arguments: Mapping[str, Any]
+    tasks: tuple[str, ...] = ()
+    """The tasks that it filters; empty where the file names none."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,15 @@ def read_filters(path: Path) -> list[FilterSettings]:
 
 def judge(settings: FilterSettings, parameters: int, rounds: int) -> FilterPrivacy:
     """Compute the epsilon of a filter for a model of so many parameters, with what is wrong and what to do."""
-    return _JUDGES[settings.kind](settings, parameters, rounds)
+    found = _JUDGES[settings.kind](settings, parameters, rounds)
+    if settings.where.partition("[")[0].endswith("task_data_filters"):
+        what = "filters what the client receives: its updates leave unfiltered"
+        problem = _warning(settings, what, "list it below task_result_filters")
+        return replace(found, epsilon=None, over=None, problems=(problem, *found.problems))
+    if settings.tasks and not {"train", "*"} & {*settings.tasks}:
+        what = f"filters the tasks {', '.join(settings.tasks)} only: the results of others, such as train, leave as is"
+        found = replace(found, problems=(_warning(settings, what, 'add "train" to its tasks'), *found.problems))
+    return found
 
 
 def _loaded(text: str) -> Any:
@@ -133,23 +143,25 @@ def _is_json(word: str) -> bool:
     return True
 
 
-def _found(raw: Any, where: str) -> Iterator[FilterSettings]:
+def _found(raw: Any, where: str, tasks: tuple[str, ...] = ()) -> Iterator[FilterSettings]:
     """Find filters anywhere below: an object whose `path` or `name` is a class that is known."""
     if isinstance(raw, dict):
         held = cast("dict[str, Any]", raw)
+        listed = held.get("tasks")
+        tasks = tuple(map(str, listed)) if isinstance(listed, list) else tasks
         named = held.get("path") or held.get("class_path") or held.get("name")
         kind = named.rpartition(".")[2] if isinstance(named, str) else ""
         if kind in _JUDGES:
             arguments = held.get("args") or {}
-            yield FilterSettings(where, kind, arguments if isinstance(arguments, dict) else {})
+            yield FilterSettings(where, kind, arguments if isinstance(arguments, dict) else {}, tasks)
         for key, value in held.items():
-            yield from _found(value, f"{where}.{key}" if where else key)
+            yield from _found(value, f"{where}.{key}" if where else key, tasks)
     elif isinstance(raw, list):
         for index, value in enumerate(cast("list[Any]", raw)):
-            yield from _found(value, f"{where}[{index}]")
+            yield from _found(value, f"{where}[{index}]", tasks)
 
 
-_LOCAL_DP = {"clipping_norm", "sensitivity", "epsilon", "delta"}
+_LOCAL_DP = ("clipping_norm", "sensitivity", "epsilon", "delta")
 
 
 def _flower(raw: Mapping[str, Any]) -> Iterator[FilterSettings]:
@@ -165,13 +177,29 @@ def _local_dp_of(config: Any, where: str) -> Iterator[FilterSettings]:
     if not isinstance(config, dict):
         return
     table = cast("dict[str, Any]", config)
-    values: dict[str, Any] = {}
+    groups: dict[str, dict[str, str]] = {}
     for key, value in table.items():
         plain = key.replace("-", "_").lower()
-        values |= {name: value for name in _LOCAL_DP if plain.endswith(name) and not isinstance(value, dict)}
+        for name in _LOCAL_DP:
+            if plain.endswith(name) and not isinstance(value, dict):
+                groups.setdefault(plain.removesuffix(name), {})[name] = key
         yield from _local_dp_of(value, f"{where}.{key}")
-    if "epsilon" in values and len(values) > 1:
-        yield FilterSettings(where, "LocalDpMod", values)
+    # Four keys with one beginning are a mod; other keys, such as an optimiser's epsilon, may end alike.
+    complete = [group for group in groups.values() if len(group) == len(_LOCAL_DP)]
+    for keys in complete or [_joined([*groups.values()], where)]:
+        if "epsilon" in keys and len(keys) > 1:
+            yield FilterSettings(where, "LocalDpMod", {name: table[key] for name, key in keys.items()})
+
+
+def _joined(groups: Sequence[Mapping[str, str]], where: str) -> dict[str, str]:
+    """Join keys with several beginnings, where each setting has one."""
+    keys = {name: [group[name] for group in groups if name in group] for name in _LOCAL_DP}
+    if keys["epsilon"] and sum(map(bool, keys.values())) > 1:
+        for name, found in keys.items():
+            if len(found) > 1:
+                problem = f"{' and '.join(found)} may both be the {name} of a LocalDpMod"
+                raise fail(where, problem, "begin the names of its four settings alike: dp-clipping-norm, dp-epsilon")
+    return {name: found[0] for name, found in keys.items() if found}
 
 
 def _svt(settings: FilterSettings, parameters: int, rounds: int) -> FilterPrivacy:
@@ -182,18 +210,24 @@ def _svt(settings: FilterSettings, parameters: int, rounds: int) -> FilterPrivac
     if problems:
         return FilterPrivacy(settings, "", None, None, rounds, tuple(problems))
     budget = svt_budget(parameters, values["fraction"], values["epsilon"], values["noise_var"])
-    release = settings.arguments.get("epsilon_release")
-    if isinstance(release, int | float) and release > 0:
-        budget = budget._replace(release=float(release))
+    for part in ("threshold", "query", "release"):
+        own = settings.arguments.get(f"epsilon_{part}")
+        if isinstance(own, int | float) and own > 0:
+            budget = budget._replace(**{part: float(own)})
+    selection = budget.threshold + budget.query
     if budget.total > USELESS:
         what = (
-            f"epsilon = {_number(values['epsilon'])} counts the selection only; the {budget.sent:,} values sent "
+            f"epsilon = {_number(selection)} counts the selection only; the {budget.sent:,} values sent "
             f"cost {_number(budget.release)} more, so a round has epsilon {_number(budget.total)}"
         )
         fix = "set epsilon_release, or lower noise_var: the noise then drowns gamma, so add noise in training (DP-SGD)"
         problems.append(_warning(settings, what, fix))
     what = "entries that do not pass are asked again with new noise, for which no budget is counted"
     problems.append(_warning(settings, what, "read the epsilon as a lower bound of what the filter spends"))
+    if not {"epsilon_threshold", "epsilon_query"} & settings.arguments.keys():
+        older = values["epsilon"] * (1 + (2 * budget.sent) ** (2 / 3)) / 2
+        what = f"before NVFlare 2.8 its selection has epsilon {_number(older)}, not {_number(selection)}"
+        problems.append(_warning(settings, what, "install NVFlare 2.8 or later"))
     replace = "" if settings.arguments.get("replace", True) else ", replace=false"
     values["noise_var"] = budget.release / budget.sent  # what an epsilon_release is in the simulated filter
     text = "svt(" + ", ".join(f"{name}={value:g}" for name, value in values.items()) + f"{replace})"

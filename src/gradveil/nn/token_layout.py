@@ -30,6 +30,7 @@ class TokenLayout:
     """Paths of a layer's query, key and value modules, or of the one that holds all three."""
     layers: int
     causal: bool
+    """Tokens see only those before them."""
     padding: int
     """The token number of padding, which is never attended to."""
     positions: str | None = None
@@ -42,6 +43,18 @@ class TokenLayout:
     """Path of the last linear layer; that of a causal model predicts the next words."""
     inputs_first: bool = False
     """Weights are stored as [inputs, outputs]."""
+    predicts_words: bool = False
+    """The model is a language model: it returns the losses of each text's next tokens, not logits of classes."""
+    heads: int = 1
+    """Heads of attention, which split its width evenly."""
+    out: str | None = None
+    """Path of the linear layer behind a layer's heads; None if it is not known."""
+    middle: tuple[str, ...] = ()
+    """Paths of the modules between attention's sum with the residual stream and the perceptron's hidden units."""
+    down: str | None = None
+    """Path of the linear layer behind the hidden units."""
+    carries_normalised: bool = False
+    """The residual stream starts with the normalised inputs (BERT) and not with the plain sum (GPT-2)."""
 
     def word_table(self, params: Mapping[str, Tensor]) -> Tensor:
         """Return the word embeddings [W, d]."""
@@ -49,15 +62,39 @@ class TokenLayout:
 
     def first_inputs(self, model: nn.Module, params: Tensors, position: int, words: Tensor | None = None) -> Tensor:
         """Return what enters the first layer's query for each word [W] (or some) at a position: [W, d]."""
+        return _called(model, self.norm, params, self._embedded(params, position, words))
+
+    def first_carried(self, model: nn.Module, params: Tensors, position: int, words: Tensor | None = None) -> Tensor:
+        """Return what the first layer's attention is added to, for each word [W] (or some) at a position: [W, d]."""
+        x = self._embedded(params, position, words)
+        return _called(model, self.norm, params, x) if self.carries_normalised else x
+
+    def projections(self, params: Tensors, inputs: Tensor, layer: int) -> tuple[Tensor, ...]:
+        """Return queries, keys and values [N, heads, d / heads] of a layer's inputs [N, d]."""
+        names = [path.format(layer) for path in self.attention]
+        parts = [nn.functional.linear(inputs, params[f"{name}.weight"], params.get(f"{name}.bias")) for name in names]
+        return tuple(part.unflatten(-1, (self.heads, -1)) for part in parts)
+
+    def hidden_units(self, model: nn.Module, params: Tensors, contexts: Tensor, carried: Tensor, layer: int) -> Tensor:
+        """Return the hidden units [..., h] of a layer for what its heads give [..., d] and what it is added to."""
+        assert self.out is not None
+        x = _called(model, self.out.format(layer), params, contexts) + carried
+        for path in self.middle:
+            x = _called(model, path.format(layer), params, x)
+        return x
+
+    def _embedded(self, params: Tensors, position: int, words: Tensor | None) -> Tensor:
         table = self.word_table(params)
-        x = table if words is None else table[words]
+        return (table if words is None else table[words]) + self.added(params, position)
+
+    def added(self, params: Tensors, position: int) -> Tensor:
+        """Return what is added to the words of a position [d]: its vector, and that of the first segment type."""
+        x = torch.zeros_like(self.word_table(params)[0])
         if self.positions is not None:
             x = x + params[f"{self.positions}.weight"][position + self.offset]
         if self.types is not None:
             x = x + params[f"{self.types}.weight"][0]
-        norm = model.get_submodule(self.norm)
-        own = {name: params.get(f"{self.norm}.{name}", value) for name, value in norm.named_parameters()}
-        return functional_call(norm, own, (x,))
+        return x
 
     def inputs(self, model: nn.Module, params: Tensors, ids: Tensor, layer: int) -> Tensor:
         """Return what enters the query of a layer, from 0, for token numbers [N, T]: [N, T, d]."""
@@ -84,6 +121,12 @@ class TokenLayout:
         return [part for value in sent for part in value.chunk(3, 1)] if len(self.attention) == 1 else sent
 
 
+def _called(model: nn.Module, path: str, params: Tensors, x: Tensor) -> Tensor:
+    module = model.get_submodule(path)
+    own = {name: params.get(f"{path}.{name}", value) for name, value in module.named_parameters()}
+    return functional_call(module, own, (x,))
+
+
 class _Reached(Exception):
     """The forward pass reached the layer in question."""
 
@@ -91,11 +134,23 @@ class _Reached(Exception):
 class TokenModel(nn.Module):
     """A model of one tensor of token numbers [B, T], padded to one length.
 
-    Classifiers return logits [B, K]. Causal models return the mean loss [B] of each text's own next tokens; their
+    Classifiers return logits [B, K]. Language models return the mean loss [B] of each text's own next tokens; their
     clients use `own_loss`.
     """
 
     layout: TokenLayout
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of words that the model embeds."""
+        return len(self.layout.word_table(dict(self.named_parameters())))
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Most tokens of a text; None where positions are not learned."""
+        if self.layout.positions is None:
+            return None
+        return len(self.get_parameter(f"{self.layout.positions}.weight")) - self.layout.offset
 
     def keep_mask(self, ids: Tensor) -> Tensor:
         """Return the additive mask [B, 1, T, T]: 0 where a token may look, -1e9 at padding and later tokens.
@@ -124,5 +179,5 @@ def next_token_loss(logits: Tensor, ids: Tensor, padding: int) -> Tensor:
 
 
 def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the losses [B] that a causal `TokenModel` computed itself."""
+    """Return the losses [B] that a language model computed itself, see `TokenModel`."""
     return outputs

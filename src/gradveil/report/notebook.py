@@ -13,12 +13,15 @@ from gradveil.audit.result_rows import short_names
 from gradveil.audit.verdict import LEVELS
 from gradveil.core.formatting import DASH, percent, size
 from gradveil.metrics import match_batch
+from gradveil.report.marked_sentences import marked_sentences
 from gradveil.report.pictures import data_uri, png
 
 SHOWN = 8
 """Pictures in a row at most."""
 _SIDE = 64
 """Least height of a picture in pixels of the screen."""
+_PICTURED = 5
+"""Dimensions of pictures of clients: [V, B, C, H, W]."""
 _TITLES = ("defence", "verdict", "identifiable", "95% CI", "baseline", "strongest attack", "bytes")
 
 
@@ -29,12 +32,14 @@ def result_html(result: Result) -> str:
     pictures = _pictures([*_strips(found)])
     advice = f"<p>{escape(found.recommendation.text)}</p>" if found.recommendation else ""
     head = f"<p><b>{escape(found.sentence)}</b></p>{advice}"
-    return f"<div>{head}{_verdicts(found)}{pictures}<small>{remarks}</small></div>"
+    return f"<div>{head}{_verdicts(found)}{pictures}{_sentences(found)}<small>{remarks}</small></div>"
 
 
 def inverted_html(found: Inverted) -> str:
     """Show an inverted update: the outcome, and the truth, where it is known, above the reconstruction."""
     outcome, *more = str(found).splitlines()[:-1]
+    if found.texts:
+        return f"<div><p><b>{escape(outcome)}</b></p><p>{'<br>'.join(map(escape, found.texts[:SHOWN]))}</p></div>"
     strips = [] if found.truth is None else [("private image", found.truth)]
     pictures = _pictures([*strips, ("reconstruction", _in_order(found))])
     return f"<div><p><b>{escape(outcome)}</b></p>{pictures}<small>{escape(' '.join(more))}</small></div>"
@@ -69,7 +74,7 @@ def _strips(found: Findings) -> Iterator[tuple[str, Tensor]]:
         if verdict.setting != found.verdicts[0].setting:
             continue
         images = verdict.best.trial.images() or {}
-        if "truth" not in images or "reconstruction" not in images:
+        if "truth" not in images or "reconstruction" not in images or images["truth"].dim() != _PICTURED:
             continue
         if truth is None:
             truth = images["truth"]
@@ -77,6 +82,19 @@ def _strips(found: Findings) -> Iterator[tuple[str, Tensor]]:
         if images["truth"].shape == truth.shape and bool((images["truth"] == truth).all()):
             count = f"{verdict.identifiable} of {verdict.images}, {percent(verdict.rate)}"
             yield f"{verdict.defence} ({count})", images["reconstruction"].flatten(0, 1)
+
+
+def _sentences(found: Findings) -> str:
+    """Show private sentences next to their reconstructions by the strongest attack on each defence."""
+    rows = [
+        (verdict.defence, *("".join(f"<mark>{escape(t.words)}</mark> " if t.differs else f"{escape(t.words)} "
+                                    for t in text) for text in pair))
+        for verdict in found.verdicts
+        for pair in marked_sentences(verdict.best.info)
+    ]  # fmt: skip
+    head = "".join(f"<th>{title}</th>" for title in ("defence", "private sentence", "reconstruction"))
+    body = "".join(f"<tr><td>{escape(d)}</td><td>{truth}</td><td>{other}</td></tr>" for d, truth, other in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if rows else ""
 
 
 def _pictures(strips: Sequence[tuple[str, Tensor]]) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradveil.audit.result_rows import Row
+from gradveil.core.formatting import percent
 from gradveil.report.exhibits import Exhibit
 from gradveil.report.pictures import OUTCOMES, outcome
 from gradveil.spaces import TableColumn, TableSpace
@@ -20,12 +21,17 @@ SHOWN = 6
 
 @dataclass(frozen=True)
 class ColumnLeak:
-    """How often a column comes back, beside the best constant, which needs no update."""
+    """How often a column comes back, next to two guesses that need no update."""
 
     name: str
     kind: str
     right: float
     usual: float
+    """The best constant."""
+    inferred: float
+    """A linear model of the other columns, which have to be known."""
+    certainty: float | None
+    """How far the attack's restarts agree; None where it has one answer."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,12 @@ class RowTable:
         scores = [scores for _, _, scores in self.exhibit.row.scores()]
         return f"{sum(bool(each.get('exact')) for each in scores)} of {len(scores)}"
 
+    @property
+    def surest(self) -> str:
+        """State how many of the cells are right that the attack is surest of; empty where it has one answer."""
+        surest = self.exhibit.row.info.get("surest")
+        return f"{percent(surest['right'])} of its {surest['cells']:,} surest cells right" if surest else ""
+
 
 def columns_of(info: Mapping[str, Any]) -> tuple[TableColumn, ...]:
     """Read the columns of a trial's record."""
@@ -73,6 +85,7 @@ def columns_of(info: Mapping[str, Any]) -> tuple[TableColumn, ...]:
     for each in info.get("columns") or ():
         told: dict[str, Any] = {**each, "levels": tuple(each["levels"])}
         del told["right"]
+        told.pop("certainty", None)
         found.append(TableColumn(**told))
     return tuple(found)
 
@@ -83,10 +96,16 @@ def shown_rows(exhibits: Sequence[Exhibit]) -> list[RowTable]:
     for exhibit in exhibits:
         row = exhibit.row
         if columns := columns_of(row.info):
-            shares = [float(each["right"]) for each in row.info["columns"]]
             leaks = [
-                ColumnLeak(column.name, "category" if column.levels else "number", share, column.usual)
-                for column, share in zip(columns, shares, strict=True)
+                ColumnLeak(
+                    column.name,
+                    "category" if column.levels else "number",
+                    float(told["right"]),
+                    column.usual,
+                    column.inferred,
+                    told.get("certainty"),
+                )
+                for column, told in zip(columns, row.info["columns"], strict=True)
             ]
             found.append(RowTable(exhibit, tuple(leaks), tuple(_rows(row, columns))))
     return found

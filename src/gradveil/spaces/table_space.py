@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -34,6 +35,13 @@ class TableColumn:
     """Whether the numbers are whole."""
     usual: float = 0.0
     """The share of public rows that the best constant is right for."""
+    inferred: float = 0.0
+    """The share of public rows that a linear model of the other columns is right for."""
+
+    @property
+    def guessed(self) -> float:
+        """The share of rows that the better of both guesses is right for."""
+        return max(self.usual, self.inferred)
 
     @property
     def width(self) -> int:
@@ -153,6 +161,23 @@ class TableSpace(Space):
         """Pool answers [R, ..., width] of several restarts: the median of numbers, the mean of categories."""
         return torch.cat([p.mean(0) if c.levels else p.median(0).values for c, p in self._parts(inputs)], -1)
 
+    def agreement(self, inputs: Tensor) -> Tensor:
+        """Return how far answers [R, ..., width] agree in each cell [..., K] (TabLeak's certainty, from 0 to 1).
+
+        Of a category it is 1 less the entropy of the pooled levels, as a share of the largest one; of a number the
+        share of answers within the tolerance of their median.
+        """
+        found = list[Tensor]()
+        for column, part in self._parts(inputs):
+            if column.levels:
+                shares = part.clamp(min=0).mean(0)
+                shares = shares / shares.sum(-1, keepdim=True).clamp(min=1e-12)
+                entropy = -torch.xlogy(shares, shares).sum(-1)
+                found.append(1 - entropy / math.log(max(2, len(column.levels))))
+            else:
+                found.append(((part - part.median(0).values).abs() <= TOLERANCE).to(part).mean(0)[..., 0])
+        return torch.stack(found, -1)
+
     def right(self, candidates: Tensor, truths: Tensor) -> Tensor:
         """Return which cells [..., K] are right: the same level, a number within the tolerance."""
         scale, category = self._scale(truths)
@@ -228,11 +253,21 @@ class TableSpace(Space):
         """Return the indices of the rows, those nearest to modes and medians first."""
         return self.cost(views, self.average(views)).argsort(stable=True)
 
-    def of_trial(self, candidates: Tensor, truths: Tensor, private: bool) -> Mapping[str, Any]:
-        """Return each column with its share of right cells."""
-        right = self.right(candidates, truths).flatten(0, -2).double().mean(0).tolist()
-        pairs = zip(self.columns, right, strict=True)
-        return {"columns": [asdict(column) | {"right": share} for column, share in pairs]}
+    def of_trial(
+        self, candidates: Tensor, truths: Tensor, private: bool, certainty: Tensor | None = None
+    ) -> Mapping[str, Any]:
+        """Return each column with its share of right cells, and how many of the surest quarter of all are right."""
+        right = self.right(candidates, truths).flatten(0, -2).double()
+        pairs = zip(self.columns, right.mean(0).tolist(), strict=True)
+        found: dict[str, Any] = {"columns": [asdict(column) | {"right": share} for column, share in pairs]}
+        if certainty is not None:
+            sure = certainty.flatten(0, -2).to(right)
+            for column, share in zip(found["columns"], sure.mean(0).tolist(), strict=True):
+                column["certainty"] = share
+            count = max(1, sure.numel() // 4)
+            best = sure.flatten().argsort(descending=True, stable=True)[:count]
+            found["surest"] = {"cells": count, "right": float(right.flatten()[best].mean())}
+        return found
 
     def _parts(self, inputs: Tensor) -> Iterator[tuple[TableColumn, Tensor]]:
         yield from zip(self.columns, inputs.split([column.width for column in self.columns], -1), strict=True)

@@ -91,7 +91,9 @@ class TextSpace(Space):
         """Return which shares of tokens in place are at least `least`."""
         return similarity >= least - 1e-6
 
-    def of_trial(self, candidates: Tensor, truths: Tensor, private: bool) -> Mapping[str, Any]:
+    def of_trial(
+        self, candidates: Tensor, truths: Tensor, private: bool, certainty: Tensor | None = None
+    ) -> Mapping[str, Any]:
         """Return the first sentences, as they are and as they were reconstructed, if those may be kept."""
         if not private:
             return {}

@@ -19,6 +19,8 @@ from gradveil.core.errors import Problem, refuse
 
 _LAW = NormalDist()
 _LARGEST = 700.0
+PILOT = 10
+"""Of so many scores one chooses the threshold for normal noise, and is not counted."""
 
 
 def upper_end(hits: int, trials: int, level: float) -> float:
@@ -55,9 +57,10 @@ def from_scores(
 ) -> EpsilonBound:
     """Bound epsilon from scores of releases with and without a canary; scores are higher with it.
 
-    The threshold is chosen on every second score, and rates are counted on the others. Clopper-Pearson ends at (1 -
-    confidence) / 2 each give epsilon >= log((1 - delta - FPR) / FNR) and its mirror image. Normal noise is as far apart
-    as mu = Phi^-1(1 - FPR) - Phi^-1(FNR), from which its epsilon follows.
+    Scores that choose the threshold are not counted. For `normal` noise it lies halfway between the medians of every
+    tenth score, where the rates say most of mu = Phi^-1(1 - FPR) - Phi^-1(FNR), from which epsilon follows. Otherwise
+    it is the best one for every second score. Clopper-Pearson ends at (1 - confidence) / 2 each give epsilon >= log((1
+    - delta - FPR) / FNR) and its mirror image.
     """
     problems = [
         Problem("releases", f"are {len(some)} {which} the canary", "replay at least 20 of each")
@@ -66,8 +69,10 @@ def from_scores(
     ]
     refuse(problems)
     inside, outside = (np.nan_to_num(np.asarray(some, dtype=float)) for some in (present, absent))
-    threshold = _threshold(inside[::2], outside[::2], delta, confidence)
-    tried = inside[1::2], outside[1::2]
+    every = PILOT if normal else 2
+    pilot = inside[::every], outside[::every]
+    threshold = _halfway(*pilot) if normal else _threshold(*pilot, delta, confidence)
+    tried = [np.delete(some, np.s_[::every]) for some in (inside, outside)]
     level = (1 - confidence) / 2
     positives = upper_end(int((tried[1] > threshold).sum()), len(tried[1]), level)
     negatives = upper_end(int((tried[0] <= threshold).sum()), len(tried[0]), level)
@@ -110,6 +115,10 @@ def _one_run(loss: float, canaries: int, guesses: int, right: int, delta: float)
     steps = np.arange(1, right + 1)
     alpha = float(((binom.sf(right - steps - 1, guesses, q) - beta) / steps).max())
     return min(1.0, beta + 2 * canaries * delta * alpha)
+
+
+def _halfway(inside: np.ndarray, outside: np.ndarray) -> float:
+    return float(np.median(inside) + np.median(outside)) / 2
 
 
 def _threshold(inside: np.ndarray, outside: np.ndarray, delta: float, confidence: float) -> float:

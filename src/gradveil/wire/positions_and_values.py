@@ -161,8 +161,9 @@ def deflate(bits: Integers) -> tuple[tuple[int, ...], list[Bytes]]:
         raw = np.ascontiguousarray(plane)
         sample = raw[:_SAMPLE]
         small = raw
-        if len(_deflated(sample)) < _WORTH * len(sample):
-            small = np.frombuffer(_deflated(raw), np.uint8)
+        tried = _deflated(sample)
+        if len(tried) < _WORTH * len(sample):
+            small = np.frombuffer(tried if len(sample) == len(raw) else _deflated(raw), np.uint8)
         lengths.append(len(small) if len(small) < len(raw) else 0)
         parts.append(small if len(small) < len(raw) else raw)
     return tuple(lengths), parts

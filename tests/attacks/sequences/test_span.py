@@ -60,6 +60,21 @@ def test_every_text_of_an_undefended_batch_is_recovered_exactly(make, examples, 
         assert result.targets[0].tolist() == sorted(labels.tolist())
 
 
+@pytest.mark.parametrize(("examples", "rows"), [(2, True), (3, True), (2, False)])
+def test_batches_of_texts_that_share_their_words_come_back_in_order(examples, rows):
+    """Few words, each at many positions: the first layer's span then leaves every word at every position."""
+    model = initialise(small_encoder(vocabulary=WORDS, length=24), torch.Generator().manual_seed(0))
+    ids = torch.zeros(examples, 24, dtype=torch.long)
+    ids[:, :22] = torch.randint(3, 20, (examples, 22), generator=torch.Generator().manual_seed(1))
+    ids[:, 0], ids[0, 19:], ids[1:, 22], ids[0, 19] = 1, 0, 2, 2
+    client, observation = seen(model, ids, torch.arange(examples) % 2)
+    space = TextSpace((24,), SPACE.vocabulary, padding=0, start=1, end=2)
+    result = SpanAttack(rows=rows)([observation], client, Knowledge(space, 2), Key(0))
+    _, matched = space.match(result.inputs, ids.unsqueeze(0))
+    assert torch.equal(matched[0], ids)
+    assert [remark.numbers for remark in result.remarks][1] == (examples,)
+
+
 def test_another_clients_update_reveals_nothing_of_a_text():
     model = encoder()
     mine, others = texts(1), texts(1, seed=1)

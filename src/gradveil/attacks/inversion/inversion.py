@@ -39,6 +39,17 @@ _VALUES = 2**26
 
 
 @dataclass(frozen=True)
+class EndedSearch:
+    """The descent of an attack on all rows."""
+
+    problem: InversionProblem
+    solution: Solution
+    plan: tuple[int, ...]
+    seconds: float
+    """Time of the descent alone, without what is set up and learned before it."""
+
+
+@dataclass(frozen=True)
 class Inversion(InversionSettings):
     """The one optimisation attack: its settings, run on observations."""
 
@@ -76,6 +87,21 @@ class Inversion(InversionSettings):
             found = chosen(observations, simulated_client, knowledge, key, progress, plan)
             return replace(found, remarks=(*found.remarks, remark))
         began = time.perf_counter()
+        done = self.search(observations, simulated_client, knowledge, key, progress, plan)
+        seconds = time.perf_counter() - began
+        result = _reconstruction(self, done.problem, done.solution, seconds, done.plan)
+        return undone(result, simulated_client, knowledge) if self.undo else result
+
+    def search(
+        self,
+        observations: Sequence[Observation],
+        simulated_client: Client,
+        knowledge: Knowledge,
+        key: Key,
+        progress: Callable[[Progress], None] | None = None,
+        plan: Sequence[int] = (),
+    ) -> EndedSearch:
+        """Descend on all rows, without comparing the answers with the observed updates; variants are left out."""
         problem = InversionProblem(self, observations, simulated_client, knowledge, key)
         problem.learn()
         rows = len(problem)
@@ -85,12 +111,12 @@ class Inversion(InversionSettings):
         done, parts = 0, list[Solution]()
         solver, rounds = self.solver, observations[:1] if self.rounds == "first" else observations
         solved = solver(rounds, simulated_client, knowledge, key.child(Stream.SOLVED)).inputs if solver else None
+        began = time.perf_counter()
         for size in chunks:
             report = _reporter(progress, self, rows, done, size) if progress else None
             parts.append(search_rows(self, problem, range(done, done + size), solved, report))
             done += size
-        result = _reconstruction(self, problem, joined(parts), time.perf_counter() - began, chunks)
-        return undone(result, simulated_client, knowledge) if self.undo else result
+        return EndedSearch(problem, joined(parts), chunks, time.perf_counter() - began)
 
     def rehearse(
         self, observations: Sequence[Observation], simulated_client: Client, knowledge: Knowledge, key: Key
@@ -203,8 +229,9 @@ def _reconstruction(
     first = torch.zeros(1, dtype=torch.long, device=problem.device)
     if attack.batchnorm and not statistics_wanted(problem.knowledge, problem.simulated_client, first, problem.example):
         remarks = (Remark("its BatchNorm prior is left out: the model has no running statistics", (0,)),)
+    final, certainty = _finished(attack, problem, solution.variables[INPUTS].unflatten(0, shape), final)
     return Reconstruction(
-        inputs=_finished(attack, problem, solution.variables[INPUTS].unflatten(0, shape), final),
+        inputs=final,
         targets=targets,
         objective=solution.objective[rows],
         status=tuple(STATUSES[code] for code in solution.status[rows].tolist()),
@@ -216,23 +243,26 @@ def _reconstruction(
         plan=plan,
         trace=trace,
         remarks=remarks,
+        certainty=certainty,
         match=torch.cat([problem.match(chunk, take(solution.variables, chunk)) for chunk in compared]),
     )
 
 
-def _finished(attack: InversionSettings, problem: InversionProblem, every: Tensor, final: Tensor) -> Tensor:
-    """Return the answer [V, B, ...] of the best restart, or of all [V, R, B, ...] together."""
-    space = problem.knowledge.space
+def _finished(
+    attack: InversionSettings, problem: InversionProblem, every: Tensor, final: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return the answer [V, B, ...] of the best restart, or of all [V, R, B, ...] together, and how far they agree."""
+    space, certainty = problem.knowledge.space, None
     if attack.median:
-        return _median(final)
+        return _median(final), None
     if attack.pool and attack.restarts > 1:
         best, matched = space.view(final.cpu().double()), list[Tensor]()
         for restart in every.unbind(1):
             order = space.match(space.view(restart.cpu().double()), best)[0].to(restart.device)
             own = torch.stack([rows[places] for rows, places in zip(restart, order, strict=True)])
             matched.append(torch.where(own.isfinite(), own, final))
-        final = space.pooled(torch.stack(matched))
-    return space.projected(final) if isinstance(attack.images, Relaxed) else final
+        final, certainty = space.pooled(torch.stack(matched)), space.agreement(torch.stack(matched))
+    return space.projected(final) if isinstance(attack.images, Relaxed) else final, certainty
 
 
 def _median(images: Tensor) -> Tensor:

@@ -117,7 +117,12 @@ class SentenceSearch:
                     ids, cost = others[best], float(tried.costs[best])
             if cost >= before:
                 break
-        return self._finished(self._measured(ids.unsqueeze(0)))[0]
+        return self.measured(ids)
+
+    @torch.no_grad()
+    def measured(self, words: Tensor) -> Sentence:
+        """Return token numbers [T] with their cost, and whether both layers explain them."""
+        return self._finished(self._measured(words.unsqueeze(0)))[0]
 
     @property
     def _tests(self) -> bool:

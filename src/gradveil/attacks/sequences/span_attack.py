@@ -2,7 +2,8 @@
 
 Petrov, Dimitrov, Baader, Müller, Vechev 2024, "DAGER: Exact Gradient Inversion for Large Language Models" (NeurIPS),
 for membership in the spans of the first two layers. Ranking by weighted directions, the completion of pruned gradients,
-the order of words by embedding rows, and the subtraction of recovered sentences from a batch's gradient are our own.
+the order of words by embedding rows, equations for a token's companions, and the subtraction of recovered sentences
+from a batch's gradient are our own.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from gradveil.attacks.knowledge import How, Knowledge, Known
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, Remark, in_closed_form
+from gradveil.attacks.sequences.sentence_search import MEMBER as SECOND_MEMBER
 from gradveil.attacks.sequences.sentence_search import LogPrior, Sentence, SentenceSearch
 from gradveil.attacks.sequences.token_candidates import Candidates, rank_words
-from gradveil.attacks.sequences.token_span import TokenSpan, token_span
+from gradveil.attacks.sequences.token_companions import TokenCompanions
+from gradveil.attacks.sequences.token_span import TOLERANCE, TokenSpan, is_pruned, token_span
 from gradveil.attacks.sequences.word_prior import word_pairs
 from gradveil.attacks.sequences.word_rows import WordRows, word_rows
 from gradveil.client import Client
@@ -35,8 +38,16 @@ from gradveil.spaces.text_space import TextSpace
 
 MEMBER = 3e-5
 """Largest residual of a member of the first layer's span; true tokens lie at 1e-7 to 1e-5."""
+_FINE = 1e-7
+"""Relative singular value below which a direction of the hidden units is rounding: better one too many than too few."""
+_FITS = 0.02
+"""Largest rest of the tokens of a sentence that is worth a subtraction, where rounding blurs the hidden units' span."""
+_TRIES = 40
+"""Tokens per example from which a sentence is solved for."""
 _SCHEDULE = ((8, 12), (16, 32), (24, 64))
 """Width of the beam and words per position, tried in this order until a sentence is proved."""
+_MANY = 4
+"""Sentences of an encoder's batch above which only the narrowest beam is tried: wider ones find no more in minutes."""
 _CAUSAL = ((256, 1024),)
 """Prefixes of causal texts are tested exactly, so that one wide beam finds all texts."""
 _MOST = 1024
@@ -45,6 +56,12 @@ _RANKED = 16
 """Width of the beam under noise."""
 _LABELS = 10
 """Most classes that are tried to subtract a sentence."""
+_FALLS = 0.1
+"""Directions per token that a subtraction has to remove; in the hidden units' span it is about 1."""
+_SUBTRACTED = 3
+"""Rounding after a subtraction, relative to that of the update."""
+_DUST = 1e-4
+"""Share of an embedding's row below which the rest of a subtraction is rounding."""
 _DIFFERENT = 0.3
 """Share of tokens in which two ranked sentences of a batch must differ."""
 
@@ -131,23 +148,106 @@ class _Client:
     prior: LogPrior | None
     rank: int = 0
     listed: tuple[TokenSpan, Candidates] | None = None
+    units: tuple[Tensor, TokenSpan] | None = None
 
     def __post_init__(self) -> None:
         model = self.simulated_client.model
         assert isinstance(model, TokenModel)
         self.model, self.layout = model, model.layout
         self.params = {name: value.detach() for name, value in self.seen.params.items()}
-        self.rest = {name: value[self.client] for name, value in self.seen.update.items()}
+        read = {f"{name}.weight" for name in self._read()} | {f"{self.layout.head}.bias"}
+        self.rest = {name: value[self.client] for name, value in self.seen.update.items() if name in read}
+
+    def _read(self) -> Iterator[str]:
+        """Name the modules whose gradients are read: embeddings, attention of two layers, and the perceptron."""
+        yield from (self.layout.words, self.layout.positions or "")
+        yield from (path.format(layer) for layer in (0, 1) for path in self.layout.attention)
+        yield (self.layout.down or "").format(0)
 
     def recovered(self) -> list[Sentence]:
         """Return up to one sentence per example, proved ones first."""
-        found: list[Sentence] = []
-        left = self.seen.examples
-        first = self._span(0, left)
+        first = self._span(0, self.seen.examples)
         self.rank = first.rank
         if not first.exact:
             return self._ranked(first) if self.attack.ranked else []
+        if self.layout.causal:
+            return self._with_last_words(self._searched(first, []))
+        first, found = self._solved(first)
+        return self._searched(first, found)
+
+    def _solved(self, first: TokenSpan) -> tuple[TokenSpan, list[Sentence]]:
+        """Solve for one sentence after the other, and subtract it; return the span of the others, too."""
+        found: list[Sentence] = []
+        tries, subtracts = _TRIES * self.seen.examples, True
+        while len(found) < self.seen.examples and first.rank and tries > 0:
+            system = self._companions(first)
+            if system is None:
+                break
+            left = self.seen.examples - len(found)
+            sentence, smaller = None, None
+            for anchor in self._anchors(system, left, [] if subtracts else found):
+                tries -= 1
+                solved = system.solve(anchor)
+                known = {tuple(one.words.tolist()) for one in found}
+                if solved.largest < _FITS and tuple(system.words[solved.places].tolist()) not in known:
+                    sentence = self._searching(system.candidates, left, _RANKED, None).measured(
+                        system.words[solved.places]
+                    )
+                    smaller = self._subtracted(sentence, first) if subtracts and left > 1 else None
+                    if smaller is not None or solved.largest < SECOND_MEMBER:
+                        break
+                    sentence = None
+                if not tries:
+                    break
+            if sentence is None:
+                break
+            subtracts = smaller is not None
+            found.append(replace(sentence, proved=True))
+            first = smaller or first
+        return first, found
+
+    def _companions(self, first: TokenSpan) -> TokenCompanions | None:
+        """Return the equations of the sentences that are left; None if the perceptron's gradient does not give them."""
+        hidden = self._hidden()
+        if hidden is None or not hidden.exact:
+            return None
+        listed = self._members(first, self._rows(self.seen.examples))
+        residuals = torch.where(listed.residuals < MEMBER, listed.residuals, torch.inf)
+        return TokenCompanions(
+            self.model, self.layout, self.params, Candidates(listed.words, residuals), hidden, self.space.end
+        )
+
+    def _hidden(self) -> TokenSpan | None:
+        """Return the span of the first layer's hidden units."""
+        name = "" if self.layout.down is None else f"{self.layout.down.format(0)}.weight"
+        if name not in self.rest or is_pruned([self.rest[name]]):
+            return None
+        gradient = self.rest[name]
+        if self.units is None or self.units[0] is not gradient:
+            tokens = self.seen.examples * self.space.shape[0]
+            tolerance = _rounding([gradient], [self.seen.update[name][self.client]], _FINE)
+            self.units = gradient, token_span([gradient], tokens, gradient.dtype, tolerance)
+        return self.units[1]
+
+    def _anchors(self, system: TokenCompanions, left: int, found: Sequence[Sentence]) -> list[int]:
+        """Return candidates that no sentence found has, those first that are likely in one sentence of the batch."""
+        counts = torch.bincount(system.places)[system.places]
+        order = (counts < left) * len(counts) + counts
+        rows = self._rows(self.seen.examples)
+        if rows is not None and rows.shares is not None:
+            place = torch.searchsorted(rows.bag, system.words).clamp_max(len(rows.bag) - 1)
+            shares = rows.shares[system.places.clamp_max(len(rows.shares) - 1), place]
+            order = (counts == 1) * float(left > 1) + (shares - 1).abs()
+        used = {pair for one in found for pair in enumerate(one.words.tolist())}
+        pairs = list(zip(system.places.tolist(), system.words.tolist(), strict=True))
+        return [one for one in order.argsort(stable=True).tolist() if pairs[one] not in used]
+
+    def _searched(self, first: TokenSpan, found: list[Sentence]) -> list[Sentence]:
+        """Search for the sentences that are left, prefix by prefix."""
+        left = self.seen.examples - len(found)
         schedule = _CAUSAL if self.layout.causal else _SCHEDULE
+        if not self.layout.causal and left > _MANY:
+            schedule = _SCHEDULE[:1]
         level = 0
         while left and first.rank:
             widest = level == len(schedule) - 1
@@ -156,7 +256,7 @@ class _Client:
             tried = search.run(4 * left, avoid)
             proved = [one for one in tried if one.proved]
             if not proved and widest:
-                better = [search.improved(one) for one in tried[: 2 * left]]
+                better = [search.improved(one) for one in tried[: 2 * left]] if left <= _MANY else tried
                 proved = [one for one in better if one.proved]
                 if not proved:
                     found += _distinct(sorted(better, key=lambda one: one.cost), left)
@@ -174,15 +274,17 @@ class _Client:
                 # Causal searches find all at once. Else a defence scaled the update: take what the spans alone prove.
                 found += _distinct([one for one in tried if one not in proved], left)
                 break
-        return self._with_last_words(found) if self.layout.causal else found
+        return found
 
     def _span(self, layer: int, examples: int) -> TokenSpan:
         one = {name: value.unsqueeze(0) for name, value in self.rest.items()}
         gradients = [value[0] for value in self.layout.gradients(one, layer)]
+        before = [value[self.client] for value in self.layout.gradients(self.seen.update, layer)]
         if not gradients:
             remedy = "train attention, or choose embedding-rows"
             raise fail(f"attack.{self.attack.name}", f"layer {layer} of attention was not sent", remedy)
-        return token_span(gradients, examples * self.space.shape[0], next(iter(self.params.values())).dtype)
+        dtype = next(iter(self.params.values())).dtype
+        return token_span(gradients, examples * self.space.shape[0], dtype, _rounding(gradients, before, TOLERANCE))
 
     def _second(self, examples: int) -> TokenSpan | None:
         one = {name: value.unsqueeze(0) for name, value in self.rest.items()}
@@ -216,7 +318,10 @@ class _Client:
         """Return the words near the first layer's span, computed once per span."""
         if self.listed is None or self.listed[0] is not span:
             length = self.space.shape[0] if rows is None or rows.length is None else rows.length
-            bag, most = (None, _MOST) if rows is None else (rows.bag, len(rows.bag))
+            bag = None if rows is None else rows.bag
+            if bag is None and self.listed is not None and self.listed[0].rank > span.rank:
+                bag = self.listed[1].words.unique()  # a smaller span has no other members
+            most = _MOST if bag is None else len(bag)
             found = rank_words(self.model, self.layout, self.params, span, length, most, bag, MEMBER)
             self.listed = span, found
         return self.listed[1]
@@ -244,20 +349,33 @@ class _Client:
 
         Of the labels, that one is right which leaves the smallest rank.
         """
-        best: tuple[int, Tensors, TokenSpan] | None = None
-        before = self.rest
+        best: tuple[int, Tensors, tuple[Tensor, TokenSpan] | None] | None = None
+        rank = self._directions()
+        before, units = self.rest, self.units
         ids = padded([sentence.words], 1, self.space)
         for label in range(min(self.knowledge.classes, _LABELS)):
             update = self._simulated(ids, label)
-            self.rest = {name: value - update[name] / self.seen.examples for name, value in before.items()}
-            span = self._span(0, self.seen.examples)
-            if best is None or span.rank < best[0]:
-                best = (span.rank, self.rest, span)
-        self.rest = before
-        if best is None or best[0] >= first.rank:
+            self.rest = {name: self._without(name, value, update[name]) for name, value in before.items()}
+            left = self._directions()
+            if best is None or left < best[0]:
+                best = (left, self.rest, self.units)
+        self.rest, self.units = before, units
+        if best is None or best[0] > rank - _FALLS * len(sentence.words):
             return None
-        self.rest = best[1]
-        return best[2]
+        self.rest, self.units = best[1:]
+        return self._span(0, self.seen.examples)
+
+    def _directions(self) -> int:
+        """Return how many directions the rest of the update fills: one per token in the hidden units' span."""
+        hidden = self._hidden()
+        return hidden.rank if hidden is not None and hidden.exact else self._span(0, self.seen.examples).rank
+
+    def _without(self, name: str, value: Tensor, update: Tensor) -> Tensor:
+        """Subtract one sentence's gradient; rows of an embedding that only rounding leaves become 0."""
+        left = value - update / self.seen.examples
+        if name in (f"{self.layout.words}.weight", f"{self.layout.positions}.weight"):
+            left[left.norm(dim=1) < _DUST * value.norm(dim=1)] = 0
+        return left
 
     def _simulated(self, ids: Tensor, label: int = 0) -> Tensors:
         """Return the gradient of texts [B, T] of one label, without defences and noise."""
@@ -291,6 +409,12 @@ class _Client:
                 words = torch.cat([one.words, torch.tensor([best])])
             completed.append(replace(one, words=words))
         return completed
+
+
+def _rounding(left: Sequence[Tensor], before: Sequence[Tensor], tolerance: float) -> float:
+    """Return the relative singular value of rounding in what subtractions left: it stays as large as it was before."""
+    shares = [float(one.norm() / other.norm().clamp_min(1e-30)) for one, other in zip(left, before, strict=True)]
+    return tolerance if min(shares) > 0.999 else _SUBTRACTED * tolerance / max(min(shares), 1e-30)
 
 
 _SAME = 0.01
@@ -347,7 +471,7 @@ def token_targets(seen: Observation, client: Client, knowledge: Knowledge, input
     zeros = torch.zeros(target_clients, examples, dtype=torch.long)
     model = client.model
     bias = seen.update.get(f"{last_layer(model)}.bias")
-    if not isinstance(model, TokenModel) or model.layout.causal or bias is None:
+    if not isinstance(model, TokenModel) or model.layout.predicts_words or bias is None:
         return zeros
     with torch.no_grad():
         outputs = torch.stack([call_on(model, {**seen.params, **client.objective.buffers()}, x) for x in inputs])

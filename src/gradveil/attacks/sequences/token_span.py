@@ -48,7 +48,9 @@ class TokenSpan:
         return (outside + (shares.square() * (1 - self.weights)).sum(-1)).sqrt()
 
 
-def token_span(gradients: Sequence[Tensor], tokens: int, dtype: torch.dtype = torch.float32) -> TokenSpan:
+def token_span(
+    gradients: Sequence[Tensor], tokens: int, dtype: torch.dtype = torch.float32, tolerance: float = TOLERANCE
+) -> TokenSpan:
     """Return the span of the inputs behind gradients [outputs, d] of one layer, each brought to norm 1.
 
     `tokens` bounds the number of inputs; it is the rank that noisy gradients are assumed to have.
@@ -57,15 +59,21 @@ def token_span(gradients: Sequence[Tensor], tokens: int, dtype: torch.dtype = to
     scaled = [g.double() / g.double().norm().clamp_min(1e-300) for g in gradients]
     stacked = torch.cat(scaled).nan_to_num(0, 0, 0)
     assumed = max(1, min(tokens, width - SPARE))
-    if float((stacked == 0).double().mean()) > _PRUNED:
+    if is_pruned(gradients):
         stacked = _completed(stacked, assumed)
     _, sizes, directions = torch.linalg.svd(stacked, full_matrices=False)
-    rank = int((sizes > TOLERANCE * sizes[0].clamp_min(1e-300)).sum())
-    if rank <= width - SPARE:
+    rank = int((sizes > tolerance * sizes[0].clamp_min(1e-300)).sum())
+    if rank <= width - SPARE and rank < len(stacked):
         return TokenSpan(directions[:rank].to(dtype), torch.ones(rank, dtype=dtype), exact=True)
     noise = sizes[assumed:].square().mean()
     weights = (1 - noise / sizes[:assumed].square()).clamp(0, 1)
     return TokenSpan(directions[:assumed].to(dtype), weights.to(dtype), exact=False)
+
+
+def is_pruned(gradients: Sequence[Tensor]) -> bool:
+    """Report whether so many entries are zero that they were removed."""
+    zeros = sum(int((one == 0).sum()) for one in gradients)
+    return zeros > _PRUNED * sum(one.numel() for one in gradients)
 
 
 def _completed(pruned: Tensor, rank: int) -> Tensor:

@@ -147,7 +147,7 @@ RULES: tuple[Rule, ...] = (
         "the noise has a known covariance, by which entries are weighed",
         defence="shapes noise",
     ),
-    Rule(("dia",), "the units that were dropped are found together with the images", defence="drops units"),
+    Rule(("dia",), "the units that were dropped are found together with the examples", defence="drops units"),
     Rule(("pig",), "layers that the bottleneck's noise does not reach leak by themselves", defence="draws features"),
     # Rows: a search over probabilities of categories.
     Rule(

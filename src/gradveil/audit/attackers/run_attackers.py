@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gradveil.attacks.attack_catalogue import make_attack
@@ -10,6 +10,7 @@ from gradveil.attacks.protocol import Attack, CanRefuse
 from gradveil.audit.attack_selection import ADAPTIVE, MALICIOUS, UNDEFENDED, has_control, undefended, without_aim
 from gradveil.audit.attackers.attacker_table import RULES, Rule, Server, aims_at
 from gradveil.audit.attackers.update_facts import UpdateFacts
+from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.run_file import with_defaults
 from gradveil.client import Client
@@ -22,10 +23,6 @@ Unfit = dict[tuple[int, str, str], str]
 
 ADAPTIVE_OPTION = f"--attack {ADAPTIVE}"
 """How to try what applies."""
-
-
-_WORDS: Mapping[Server, str] = {"curious": ADAPTIVE, "malicious": MALICIOUS}
-"""The words of a run for the attacks of each server."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +42,6 @@ class Decision:
     """Where else it does not apply."""
     weak: Mapping[int, str]
     """client -> what its update shows, where the row is for it."""
-    asked: bool = False
-    """Whether the run has the word, `adaptive` or `malicious`, for the attacks of the row."""
 
     @property
     def texts(self) -> list[str]:
@@ -72,32 +67,59 @@ def decide(experiment: Experiment, attacks: Iterable[str] | None = None) -> list
     Rows of a malicious server are decided only where the attacks, by default those of the run's configuration, have the
     word for them.
     """
-    words = {text.strip().lower() for text in without_aim(experiment.config.attacks if attacks is None else attacks)}
+    malicious = MALICIOUS in _words(experiment.config.attacks if attacks is None else attacks)
     facts = [UpdateFacts(experiment, index) for index in range(len(experiment.config.client))]
     clients = _Clients(experiment)
     kind = experiment.space.words.kind
-    asked: Mapping[Server, bool] = {server: word in words for server, word in _WORDS.items()}
-    rules = [rule for rule in RULES if rule.seen and kind in rule.kinds]
-    return [
-        replace(_decision(experiment, rule, text, facts, clients), asked=asked[rule.server])
-        for rule in rules
-        if rule.server == "curious" or asked[rule.server]
-        for text in rule.attacks
-    ]
+    rules = [rule for rule in RULES if rule.seen and kind in rule.kinds and (malicious or rule.server == "curious")]
+    return [_decision(experiment, rule, text, facts, clients) for rule in rules for text in rule.attacks]
 
 
-def widened(experiment: Experiment, decisions: Sequence[Decision]) -> tuple[Experiment, list[Decision], list[str]]:
-    """Add to `adaptive` and `malicious` what this run's updates give besides.
+def _words(attacks: Iterable[str]) -> set[str]:
+    return {text.strip().lower() for text in without_aim(attacks)}
 
-    Returns the run and the decisions then, and what was added and why.
-    """
-    asked = [each for each in decisions if not each.reason and each.asked]
-    new = [each for each in asked if not each.tried]
+
+Choice = Callable[[Decision], bool]
+"""Whether an attack that applies to a run joins it."""
+
+
+def every(_decision: Decision) -> bool:
+    """Let every attack join: what `adaptive` expands to."""
+    return True
+
+
+def quick(decision: Decision) -> bool:
+    """Let closed forms of any update join, which take seconds: what a run without named attacks has."""
+    return bool(decision.rule.weakness) and not decision.rule.undisturbed
+
+
+def planted(decision: Decision) -> bool:
+    """Let attacks of a server that changes the model join: what `malicious` expands to."""
+    return decision.rule.server == "malicious"
+
+
+def choice_of_texts(attacks: Iterable[str]) -> Choice | None:
+    """Return which attacks join those of these entries of a run: what their words expand to; None without a word."""
+    words = _words(attacks)
+    return every if ADAPTIVE in words else planted if MALICIOUS in words else None
+
+
+def choice_of(config: RunConfig) -> Choice | None:
+    """Return which attacks on this run's updates join those that it names; None for none."""
+    return choice_of_texts(config.attacks) or (quick if config.searches_first else None)
+
+
+def widened(
+    experiment: Experiment, decisions: Sequence[Decision], joins: Choice = every
+) -> tuple[Experiment, list[Decision], list[str]]:
+    """Add what this run's updates give besides; return the decisions then, and what was added and why."""
+    new = [each for each in decisions if not each.reason and not each.tried and joins(each)]
+    words: Mapping[Server, str] = {"curious": ADAPTIVE if joins is every else "attacks", "malicious": MALICIOUS}
     told = [
-        f"{_WORDS[rule.server]}: {listing(each.attack for each in added)} too, since {rule.why}"
+        f"{words[rule.server]}: {listing(each.attack for each in added)} too, since {rule.why}"
         for rule, added in _by_rule(new)
     ]
-    then = [replace(each, tried=True) if each in asked else each for each in decisions]
+    then = [each if each.reason or not joins(each) else replace(each, tried=True) for each in decisions]
     return _with_attacks(experiment, new), then, told
 
 

@@ -21,7 +21,8 @@ from gradveil.nn.models.mlp import mlp
 from gradveil.nn.models.resnet import resnet18, resnet20, resnet32, resnet34
 from gradveil.nn.models.small_cnn import cnn6, convnet, lenet_zhu, mnist_cnn_glaus, mnist_conv, scheliga_cnn
 from gradveil.nn.models.tabular import tabular_mlp, tabular_resnet
-from gradveil.nn.models.token_transformers import small_encoder
+from gradveil.nn.models.text_library import build_text_model
+from gradveil.nn.models.token_transformers import small_decoder, small_encoder
 from gradveil.nn.models.vgg import vgg11, vgg13, vgg16
 from gradveil.nn.models.vit import vit
 
@@ -78,12 +79,19 @@ MODELS: dict[str, ModelEntry] = {
     "vgg11": ModelEntry(vgg11, "VGG-11 with BatchNorm, linear layer 512 -> classes", _VGG),
     "vgg13": ModelEntry(vgg13, "VGG-13 with BatchNorm, linear layer 512 -> classes", _VGG),
     "vgg16": ModelEntry(vgg16, "VGG-16 with BatchNorm, linear layer 512 -> classes", _VGG),
-    "tabular-mlp": ModelEntry(tabular_mlp, "for rows: fully connected layers, width 100, depth 2, ReLU", _TABLEAK),
+    "tabular-mlp": ModelEntry(
+        tabular_mlp,
+        "for rows: fully connected layers, width 100, depth 2, ReLU; one-hot or embedded categories",
+        _TABLEAK,
+    ),
     "tabular-resnet": ModelEntry(
         tabular_resnet, "for rows: embeddings of categories, 2 residual blocks of width 64 with LayerNorm", _TABULAR
     ),
     "small-encoder": ModelEntry(
         small_encoder, "for texts: 2 pre-norm transformer layers of width 128, mean pooling, random weights", _VASWANI
+    ),
+    "small-decoder": ModelEntry(
+        small_decoder, "for texts: a language model of 3 pre-norm causal layers of width 128, random weights", _VASWANI
     ),
 }
 """Models of published studies by short name."""
@@ -129,6 +137,9 @@ def build(
         for key, value in sizes.items()
         if key in _COUNTS and (not isinstance(value, int) or value < 1)
     ]
+    if name.startswith("hf:") and "vocabulary" in facts:
+        refuse(problems)
+        return build_text_model(name, facts, classes, options, generator)
     if name.partition(":")[0] in LIBRARIES and name.partition(":")[2]:
         problems += _misfit(name, {"channels", "size"}, facts)
         refuse(problems)
@@ -153,7 +164,7 @@ def build(
     refuse([*problems, *_unknown(options, set(entry.defaults) - set(sizes)), *_wrong(options, entry.defaults)])
     try:
         with torch.device("meta"):
-            model = entry.factory(**sizes, **options)
+            model = entry.factory(**{name: v for name, v in sizes.items() if name in entry.defaults}, **options)
     except GradveilError as error:
         raise GradveilError(Problem(f"model.{p.where}", p.what, p.remedy) for p in error.problems) from error
     return initialise(model.to_empty(device="cpu"), generator)

@@ -1,32 +1,58 @@
-"""Text models of transformers behind one tensor of token numbers: BERT, RoBERTa, DistilBERT and GPT-2 families."""
+"""Text models of transformers behind one tensor of token numbers: classifiers, and language models that are causal."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from gradveil.core.errors import fail
+from gradveil.core.errors import Problem, refuse
+from gradveil.nn.surgery import replace_layernorm
 from gradveil.nn.token_layout import TokenLayout, TokenModel, next_token_loss
 
 
 def _encoder(stem: str, attention: str, types: bool, offset: int = 0) -> dict[str, Any]:
-    names = ("q_lin", "k_lin", "v_lin") if "transformer" in attention else ("query", "key", "value")
+    distilled = "transformer" in attention
+    names = ("q_lin", "k_lin", "v_lin") if distilled else ("query", "key", "value")
+    layer = f"{stem}.{attention.partition('.attention')[0]}"
+    middle = ("attention.output.LayerNorm", "intermediate")
+    if distilled:
+        middle = ("sa_layer_norm", "ffn.lin1", "ffn.activation")
     return {
         "words": f"{stem}.embeddings.word_embeddings",
         "positions": f"{stem}.embeddings.position_embeddings",
         "types": f"{stem}.embeddings.token_type_embeddings" if types else None,
         "norm": f"{stem}.embeddings.LayerNorm",
         "attention": tuple(f"{stem}.{attention}.{name}" for name in names),
+        "out": f"{layer}.attention.out_lin" if distilled else f"{layer}.attention.output.dense",
+        "middle": tuple(f"{layer}.{name}" for name in middle),
+        "down": f"{layer}.ffn.lin2" if distilled else f"{layer}.output.dense",
+        "carries_normalised": True,
         "offset": offset,
         "causal": False,
     }
 
 
+def _rotary(stem: str = "model", words: str = "embed_tokens", attention: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Describe decoders whose first layer sees words without positions."""
+    parts = attention or tuple(f"self_attn.{name}_proj" for name in "qkv")
+    return {
+        "words": f"{stem}.{words}",
+        "norm": f"{stem}.layers.0.input_layernorm",
+        "attention": tuple(f"{stem}.layers.{{}}.{part}" for part in parts),
+        "causal": True,
+    }
+
+
+_ROBERTA = _encoder("roberta", "encoder.layer.{}.attention.self", types=True)
 FAMILIES: dict[str, dict[str, Any]] = {
     "bert": _encoder("bert", "encoder.layer.{}.attention.self", types=True),
     "electra": _encoder("electra", "encoder.layer.{}.attention.self", types=True),
-    "roberta": _encoder("roberta", "encoder.layer.{}.attention.self", types=True, offset=-1),
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
+    "camembert": _ROBERTA,
     "distilbert": _encoder("distilbert", "transformer.layer.{}.attention", types=False),
     "gpt2": {
         "words": "transformer.wte",
@@ -36,50 +62,130 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "inputs_first": True,
         "causal": True,
     },
+    "opt": {
+        "words": "model.decoder.embed_tokens",
+        "positions": "model.decoder.embed_positions",
+        "norm": "model.decoder.layers.0.self_attn_layer_norm",
+        "attention": tuple(f"model.decoder.layers.{{}}.self_attn.{name}_proj" for name in "qkv"),
+        "offset": 2,
+        "causal": True,
+    },
+    "llama": _rotary(),
+    "mistral": _rotary(),
+    "qwen2": _rotary(),
+    "qwen3": _rotary(),
+    "gemma": _rotary(),
+    "gpt_neox": _rotary("gpt_neox", "embed_in", ("attention.query_key_value",)),
 }
-"""Families by `model_type` of their configurations. RoBERTa's first position is the row after its padding number."""
+"""Families by `model_type` of their configurations."""
+_PATHS = ("words", "positions", "types", "norm", "attention", "out", "middle", "down")
+_ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
+"""Settings of dropout that is drawn in a function, which nobody can replay."""
+_AFTER_PADDING = ("roberta", "xlm-roberta", "camembert")
+"""Families whose first position is the row after their padding number."""
+
+
+INNER = "inner"
+"""Name of the model of transformers within its wrapper: all its parameters start with it."""
 
 
 class HuggingFaceText(TokenModel):
-    """A sequence classifier or causal model of transformers that takes token numbers [B, T] alone.
+    """A sequence classifier or causal language model of transformers that takes token numbers [B, T] alone.
 
-    Attention is computed eagerly, behind an additive mask of floats: with other masks, and with fused attention,
-    `vmap(grad)` fails. Paths in the layout start with `inner`, the model of transformers.
+    It holds a copy. Attention is computed eagerly, behind an additive mask of floats, and LayerNorm by its formula:
+    with other masks, with fused attention and with torch's LayerNorm, batched gradients fail or are wrong. Paths in
+    the layout start with `inner`, the model of transformers.
     """
 
     def __init__(self, inner: nn.Module, length: int = 32) -> None:
         """Wrap a model of a known family; others are refused with the list."""
         super().__init__()
+        refuse(list(_problems(inner)))
+        inner = replace_layernorm(inner)
         config: Any = inner.config
-        if config.model_type not in FAMILIES:
-            what = f"the first layers of '{config.model_type}' are not known"
-            raise fail("model", what, f"choose a model of: {', '.join(FAMILIES)}")
         family = dict(FAMILIES[config.model_type])
-        padding = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id
-        missing = [path for path in (family["words"], family["norm"]) if not _has(inner, path)]
-        if missing:
-            what = f"{type(inner).__name__} has no {missing[0]}"
-            raise fail("model", what, "give a ...ForSequenceClassification, or GPT2LMHeadModel")
         if getattr(config, "_attn_implementation", "eager") != "eager":
             inner.set_attn_implementation("eager")  # type: ignore[operator]
-        self.inner = inner
+        self.inner, self.training = inner, inner.training
         self.input_shape = (length,)
-        if config.model_type == "roberta":
+        padding = padding_of(config)
+        if config.model_type in _AFTER_PADDING:
             family["offset"] = padding + 1
+        if (config.pad_token_id is None or config.pad_token_id < 0) and family["causal"]:
+            config.pad_token_id = padding  # a classifier looks for the last token before it
         within = {
-            name: tuple(f"inner.{path}" for path in value) if isinstance(value, tuple) else f"inner.{value}"
+            name: tuple(f"{INNER}.{path}" for path in value) if isinstance(value, tuple) else f"{INNER}.{value}"
             for name, value in family.items()
-            if name in ("words", "positions", "types", "norm", "attention") and value is not None
+            if name in _PATHS and value is not None
         }
-        others = {name: value for name, value in family.items() if name in ("offset", "causal", "inputs_first")}
+        others = {name: value for name, value in family.items() if name not in _PATHS}
         self.layout = TokenLayout(
-            family=config.model_type, layers=config.num_hidden_layers, padding=padding, **within, **others
+            family=config.model_type,
+            layers=config.num_hidden_layers,
+            padding=padding,
+            predicts_words=_predicts_words(inner),
+            heads=config.num_attention_heads,
+            **within,
+            **others,
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return logits [B, K], or the mean next-token losses [B] of a causal model."""
-        outputs = self.inner(input_ids=ids, attention_mask=self.keep_mask(ids)).logits
-        return next_token_loss(outputs, ids, self.layout.padding) if self.layout.causal else outputs
+        """Return logits [B, K], or the mean next-token losses [B] of a language model."""
+        more = {"position_ids": torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)} if self._counted else {}
+        outputs = self.inner(input_ids=ids, attention_mask=self.keep_mask(ids), **more).logits
+        return next_token_loss(outputs, ids, self.layout.padding) if self.layout.predicts_words else outputs
+
+    @property
+    def _counted(self) -> bool:
+        """Whether the family counts its positions along the mask, which is none of zeros and ones here."""
+        return self.layout.family == "opt"
+
+
+def reads_tokens(model: object) -> bool:
+    """Return whether a model is one of transformers that reads token numbers, of a family that is known or not."""
+    config = getattr(model, "config", None)
+    return hasattr(config, "model_type") and hasattr(model, "get_input_embeddings") and hasattr(config, "vocab_size")
+
+
+def token_model(model: nn.Module, length: int = 32) -> TokenModel:
+    """Return a model that takes token numbers: itself, or one of transformers in `HuggingFaceText`."""
+    return model if isinstance(model, TokenModel) else HuggingFaceText(model, length)
+
+
+def padding_of(config: Any) -> int:
+    """Return the number of padding; families without one pad with the token that ends texts."""
+    ends = config.eos_token_id
+    known = [config.pad_token_id, *(ends if isinstance(ends, list) else [ends])]
+    return next((number for number in known if number is not None and 0 <= number < config.vocab_size), 0)
+
+
+def _predicts_words(inner: Any) -> bool:
+    return inner.get_output_embeddings() is not None
+
+
+def _problems(inner: Any) -> Iterator[Problem]:
+    """Find out why a model cannot be wrapped."""
+    config = getattr(inner, "config", None)
+    kind = getattr(config, "model_type", None)
+    if kind not in FAMILIES:
+        what = f"the first layers of '{kind or type(inner).__name__}' are not known"
+        yield Problem("model", what, f"choose a model of: {', '.join(FAMILIES)}")
+        return
+    family, fix = FAMILIES[kind], "give a ...ForSequenceClassification, or a causal language model"
+    missing = [path for path in (family["words"], family["norm"]) if not _has(inner, path)]
+    if missing:
+        yield Problem("model", f"{type(inner).__name__} has no {missing[0]}", fix)
+    elif _predicts_words(inner) and (not family["causal"] or "MaskedLM" in type(inner).__name__):
+        yield Problem("model", f"{type(inner).__name__} fills in masked words, which is no loss of a client here", fix)
+    if any(_has(inner, path) for path in ("electra.embeddings_project", "model.decoder.project_in")):
+        what = f"{type(inner).__name__} projects its word embeddings before the first layer"
+        yield Problem("model", what, "give a model whose embeddings are as wide as its layers")
+    drawn = next((name for name in _ATTENTION_DROPOUT if getattr(config, name, 0) and inner.training), None)
+    if drawn is not None:
+        what = f"draws dropout inside of attention ({drawn} = {getattr(config, drawn)})"
+        yield Problem("model", what, f"call model.eval(), or set {drawn}=0; prepare=True keeps all other dropout")
+    if kind == "opt" and not getattr(config, "do_layer_norm_before", True):
+        yield Problem("model", "normalises behind its layers (do_layer_norm_before)", "give another size of OPT")
 
 
 def _has(model: nn.Module, path: str) -> bool:

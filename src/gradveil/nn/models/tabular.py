@@ -11,30 +11,6 @@ from gradveil.nn.models.parts import Network, activation_layer, sequence
 from gradveil.nn.normalisation import LayerNorm
 
 
-def tabular_mlp(
-    *,
-    columns: tuple[int, ...] = (0, 2),
-    classes: int = 2,
-    activation: str = "relu",
-    width: int = 100,
-    depth: int = 2,
-) -> Network:
-    """Fully connected layers of the same width on numbers and one-hot categories, and a linear classifier."""
-    inputs = sum(levels or 1 for levels in columns)
-    widths = (inputs, *(width for _ in range(depth)))
-    layers = {
-        f"layer{i}": sequence(linear=nn.Linear(*pair), act=activation_layer(activation))
-        for i, pair in enumerate(pairwise(widths))
-    }
-    return Network(
-        sequence(**layers),
-        nn.Linear(widths[-1], classes),
-        input_shape=(inputs,),
-        dropout_positions=tuple(f"body.{name}" for name in layers),
-        cvb_position="body.layer0",
-    )
-
-
 class ColumnEmbedding(nn.Module):
     """Numbers as they are, each category as a learned vector: its one-hot vector times a matrix."""
 
@@ -52,6 +28,35 @@ class ColumnEmbedding(nn.Module):
         for place, table in zip(self.categories, self.tables, strict=True):
             parts[place] = table(parts[place])
         return torch.cat(parts, -1)
+
+
+def tabular_mlp(
+    *,
+    columns: tuple[int, ...] = (0, 2),
+    classes: int = 2,
+    activation: str = "relu",
+    width: int = 100,
+    depth: int = 2,
+    embedding: int = 0,
+) -> Network:
+    """Fully connected layers of the same width, and a linear classifier.
+
+    They take numbers and one-hot categories; with an `embedding`, categories as learned vectors of that length.
+    """
+    inputs = sum(levels or 1 for levels in columns)
+    embed = ColumnEmbedding(columns, embedding) if embedding else None
+    widths = (embed.features if embed else inputs, *(width for _ in range(depth)))
+    layers = {
+        f"layer{i}": sequence(linear=nn.Linear(*pair), act=activation_layer(activation))
+        for i, pair in enumerate(pairwise(widths))
+    }
+    return Network(
+        sequence(**({"embed": embed} if embed else {}), **layers),
+        nn.Linear(widths[-1], classes),
+        input_shape=(inputs,),
+        dropout_positions=tuple(f"body.{name}" for name in layers),
+        cvb_position="body.layer0",
+    )
 
 
 class ResidualRow(nn.Module):

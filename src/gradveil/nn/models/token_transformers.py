@@ -95,6 +95,11 @@ class TextTransformer(TokenModel):
             causal=causal,
             padding=padding,
             head="head",
+            predicts_words=causal,
+            heads=heads,
+            out="blocks.{}.attention.out",
+            middle=tuple(f"blocks.{{}}.{part}" for part in ("before_mlp", "up", "activation")),
+            down="blocks.{}.down",
         )
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -104,7 +109,7 @@ class TextTransformer(TokenModel):
         for block in self.blocks:
             x = block(x, mask)
         x = self.norm(x)
-        if self.layout.causal:
+        if self.layout.predicts_words:
             return next_token_loss(self.head(x), ids, self.layout.padding)
         kept = (ids != self.layout.padding).to(x.dtype).unsqueeze(-1)
         return self.head((x * kept).sum(1) / kept.sum(1).clamp_min(1))

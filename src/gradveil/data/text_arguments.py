@@ -1,0 +1,90 @@
+"""Arguments of calls from Python that are texts: model, examples and tokenizer, as an audit or an attack needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from gradveil.core.errors import fail
+from gradveil.data.dataset import Dataset
+from gradveil.data.given_texts import GivenTexts, Words, encode_texts, read_texts
+from gradveil.nn.models.hugging_face_text import reads_tokens, token_model
+from gradveil.nn.token_layout import TokenModel
+from gradveil.spaces import TextSpace
+
+LONGEST = 64
+"""Tokens that are looked for in an update, if nothing says how long its texts are."""
+
+
+WRAPPED = "attention computed eagerly behind an additive mask, LayerNorm by its formula"
+"""Changes that a wrapped model of transformers has."""
+
+
+class TextArguments(NamedTuple):
+    """A model of token numbers, examples (token numbers, labels), public ones, and what one text is."""
+
+    model: TokenModel
+    examples: tuple[Tensor, Tensor] | None
+    public: tuple[Tensor, Tensor] | None
+    space: TextSpace
+    changes: tuple[str, ...] = ()
+    """What was changed in the model."""
+
+
+def text_arguments(
+    model: nn.Module,
+    examples: Any,
+    public: Any = None,
+    tokenizer: Any = None,
+    length: int | None = None,
+    limit: int | None = None,
+    where: str = "batch",
+) -> TextArguments | None:
+    """Encode texts for a model; None if the examples are of another kind.
+
+    `length` is the number of tokens of each text: that of the longest, if none is given.
+    """
+    if isinstance(examples, Dataset) and not isinstance(examples.example, TextSpace):
+        return None
+    if isinstance(examples, Dataset):
+        net = token_model(model, examples.space.shape[0])
+        own = None if public is None else _pair_of(public)
+        assert isinstance(examples.example, TextSpace)
+        changes = () if net is model else (WRAPPED,)
+        return TextArguments(net, _pair_of(examples), own, examples.example, changes)
+    reads = isinstance(model, TokenModel) or reads_tokens(model)
+    if not (reads or tokenizer is not None or isinstance(examples, list | tuple | str | Mapping)):
+        return None
+    read = None if examples is None else read_texts(examples, where, limit)
+    if read is None and not (examples is None and reads):
+        return None
+    net = token_model(model)
+    changes = () if net is model else (WRAPPED,)
+    words = Words(net.vocabulary_size, net.layout.padding, net.most_tokens)
+    if read is None:
+        blank = GivenTexts([[net.layout.padding] * (length or min(LONGEST, net.most_tokens or LONGEST))], None)
+        _, _, space = encode_texts(blank, where, words, tokenizer)
+        return TextArguments(_sized(net, model, space), None, None, space, changes)
+    if read.labels is None and not net.layout.predicts_words:
+        raise fail(where, "has no labels, and the model is a classifier", "give (texts, labels), or a dict with both")
+    ids, labels, space = encode_texts(read, where, words, tokenizer, length)
+    theirs = None if public is None else read_texts(public, "public")
+    if public is not None and theirs is None:
+        raise fail("public", f"is {type(public).__name__}", "give texts as in batch")
+    if theirs is None:
+        return TextArguments(_sized(net, model, space), (ids, labels), None, space, changes)
+    others, known, _ = encode_texts(theirs, "public", words, tokenizer, space.shape[0])
+    return TextArguments(_sized(net, model, space), (ids, labels), (others, known), space, changes)
+
+
+def _pair_of(data: Any) -> tuple[Tensor, Tensor]:
+    return (data.inputs, data.targets) if isinstance(data, Dataset) else (data[0], data[1])
+
+
+def _sized(net: TokenModel, given: nn.Module, space: TextSpace) -> TokenModel:
+    """Let a model that was wrapped here say how long its texts are."""
+    if net is not given:
+        net.input_shape = space.shape  # type: ignore[assignment]
+    return net

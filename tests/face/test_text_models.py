@@ -1,0 +1,87 @@
+"""Models of transformers that read texts are audited, inverted and trained from Python."""
+
+import pytest
+import torch
+
+import gradveil
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+WORDS = "[PAD] [CLS] [SEP] [UNK] a good bad film story about the war and his long lost friend in this very small town"
+TEXTS = ["a good film about the war", "his long lost friend", "a very bad story", "the good town"]
+LABELS = [0, 1, 0, 1]
+SIZES = {"vocab_size": 22, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    numbers = {word: number for number, word in enumerate(WORDS.split())}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordPiece(numbers, unk_token="[UNK]"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = [("[CLS]", 1), ("[SEP]", 2)]
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=special)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]")
+
+
+def classifier():
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SIZES, intermediate_size=128)
+    return transformers.BertForSequenceClassification(config).eval()
+
+
+def llama():
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, intermediate_size=128, pad_token_id=0))
+
+
+def test_sentences_of_a_classifier_are_recovered_by_default(tokenizer):
+    result = gradveil.audit(classifier(), (TEXTS, LABELS), tokenizer=tokenizer, target_clients=2)
+    pairs = result.findings.verdicts[0].best.info["sentences"]
+    assert [pair["truth"] for pair in pairs] == TEXTS[:2] == [pair["reconstruction"] for pair in pairs]
+    assert {row["attack"] for row in result.summary()} == {"span-rank"}
+    assert TEXTS[0] in (result._repr_html_() or "")
+
+
+def test_token_numbers_need_no_tokenizer(tokenizer):
+    batch = {**tokenizer(TEXTS, padding=True, return_tensors="pt"), "labels": torch.tensor(LABELS)}
+    result = gradveil.audit(classifier(), batch, attacks=["span"], target_clients=1)
+    assert result.findings.verdicts[0].recovered == 1
+
+
+def test_a_language_model_needs_no_labels_and_has_its_own_loss(tokenizer):
+    result = gradveil.audit(llama(), TEXTS, attacks=["span"], tokenizer=tokenizer, target_clients=1)
+    assert result.findings.verdicts[0].recovered == 1
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_update_of_the_callers_model_is_inverted(tokenizer, known):
+    model = classifier()
+    inputs = tokenizer(TEXTS[:1], return_tensors="pt")
+    model(**inputs, labels=torch.tensor(LABELS[:1])).loss.backward()
+    update = {name: value.grad for name, value in model.named_parameters()}
+    truth = {"truth": (TEXTS[:1], LABELS[:1])} if known else {}
+    found = gradveil.invert(model, update, tokenizer=tokenizer, **truth)
+    assert found.texts == TEXTS[:1]
+    assert TEXTS[0] in str(found)
+    assert TEXTS[0] in (found._repr_html_() or "")
+    assert found.metrics.get("exact", 1.0) == 1.0
+
+
+def test_a_classifier_is_trained_on_texts(tokenizer):
+    result = gradveil.train(
+        classifier(), (TEXTS * 6, LABELS * 6), (TEXTS, LABELS), tokenizer=tokenizer, rounds=1, clients=2
+    )
+    assert result.accuracy["none"] is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "place"),
+    [
+        (((TEXTS, LABELS),), "tokenizer"),
+        ((TEXTS, LABELS), "loss"),
+        ((torch.tensor([[1, 5, 2]]),), "labels"),
+    ],
+)
+def test_texts_that_cannot_be_audited_are_refused(arguments, place):
+    with pytest.raises(gradveil.GradveilError, match=place):
+        gradveil.audit(classifier(), *arguments)
