@@ -58,6 +58,8 @@ _PROPOSED = 64
 """Width of the beam that proposes sentences by the first layer and the prior alone."""
 _IMPROVED = 3
 """Proposed sentences per example that are improved word by word."""
+_SHRUNK = 4
+"""Tokens of usual cost that are added to a sentence before sentences of different lengths are compared."""
 _LABELS = 10
 """Most classes that are tried to subtract a sentence."""
 _FALLS = 0.1
@@ -347,6 +349,7 @@ class _Client:
         length = self.space.shape[0] if rows is None or rows.length is None else rows.length
         bag = None if rows is None else rows.bag
         listed = rank_words(self.model, self.layout, self.params, span, length, self.attack.shortlist, bag)
+        listed = self._with_marks(listed, span)
         search = self._searching(listed, examples, _RANKED, self.prior)
         if self.layout.causal:
             tried = _distinct(search.run(_RANKED * length), examples)
@@ -356,8 +359,31 @@ class _Client:
         for one in replace(search, second=None, beam=_PROPOSED).run(_PROPOSED * length):
             lengths.setdefault(len(one.words), []).append(one)
         proposed = [search.measured(one.words) for same in lengths.values() for one in same[:examples]]
-        best = sorted(proposed, key=lambda one: one.cost)[: _IMPROVED * examples]
-        return _distinct(sorted(map(search.improved, best), key=lambda one: one.cost), examples)
+        usual = search.usual_cost(proposed)
+
+        def cost(one: Sentence) -> float:
+            # Few tokens are good by chance: some that are as bad as wrong words are added to all sentences.
+            return len(one.words) * (one.cost - usual) / (len(one.words) + _SHRUNK)
+
+        best = sorted(proposed, key=cost)[: _IMPROVED * examples]
+        return _distinct(sorted(map(search.improved, best), key=cost), examples)
+
+    @torch.no_grad()
+    def _with_marks(self, listed: Candidates, span: TokenSpan) -> Candidates:
+        """Add the start at the first position, and the end at the others: noise may drop them from the lists."""
+        words, residuals = [], []
+        for position, row in enumerate(listed.words):
+            mark = self.space.end if position else self.space.start
+            if mark is None or bool((row == mark).any()):
+                words.append(row[:1])
+                residuals.append(torch.tensor([torch.inf]))
+            else:
+                words.append(torch.tensor([mark]))
+                inputs = self.layout.first_inputs(self.model, self.params, position, words[-1])
+                residuals.append(span.residuals(inputs))
+        return Candidates(
+            torch.cat([listed.words, torch.stack(words)], 1), torch.cat([listed.residuals, torch.stack(residuals)], 1)
+        )
 
     def _subtracted(self, sentence: Sentence, first: TokenSpan) -> TokenSpan | None:
         """Subtract a sentence's gradient; return its words and the smaller span, None if it did not fit.
