@@ -79,6 +79,15 @@ def test_batches_of_texts_that_share_their_words_come_back_in_order(examples, ro
     assert [remark.numbers for remark in result.remarks][1] == (examples,)
 
 
+def test_attention_alone_orders_a_batch():
+    ids = texts(3)
+    client, observation = seen(encoder(), ids, torch.arange(3) % 2)
+    sent = {name: value for name, value in observation.update.items() if "attention" in name}
+    alone = Observation(observation.params, sent, 3, (0,))
+    found = SpanAttack()([alone], client, Knowledge(SPACE, 2), Key(0))
+    assert torch.equal(SPACE.match(found.inputs, ids.unsqueeze(0))[1][0], ids)
+
+
 def test_another_clients_update_reveals_nothing_of_a_text():
     model = encoder()
     mine, others = texts(1), texts(1, seed=1)

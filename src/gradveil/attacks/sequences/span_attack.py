@@ -172,7 +172,7 @@ class _Client:
         """Name the modules whose gradients are read: embeddings, attention of two layers, and the perceptron."""
         yield from (self.layout.words, self.layout.positions or "")
         yield from (path.format(layer) for layer in (0, 1) for path in self.layout.attention)
-        yield (self.layout.down or "").format(0)
+        yield from ((path or "").format(0) for path in (self.layout.down, self.layout.out))
 
     def recovered(self) -> list[Sentence]:
         """Return up to one sentence per example, proved ones first."""
@@ -217,20 +217,28 @@ class _Client:
         return first, found
 
     def _companions(self, first: TokenSpan) -> TokenCompanions | None:
-        """Return the equations of the sentences that are left; None if the perceptron's gradient does not give them."""
+        """Return the equations of the sentences that are left; None if the gradients do not give them."""
         hidden = self._hidden()
         if hidden is None or not hidden.exact:
             return None
         listed = self._members(first, self._rows(self.seen.examples))
         residuals = torch.where(listed.residuals < MEMBER, listed.residuals, torch.inf)
-        return TokenCompanions(
-            self.model, self.layout, self.params, Candidates(listed.words, residuals), hidden, self.space.end
-        )
+        listed = Candidates(listed.words, residuals)
+        perceptron = self._site() != self.layout.out
+        return TokenCompanions(self.model, self.layout, self.params, listed, hidden, self.space.end, perceptron)
+
+    def _site(self) -> str | None:
+        """Return the path of the layer whose inputs are solved for: the perceptron's second, or attention's last."""
+        sites = (self.layout.down, self.layout.out)
+        return next((path for path in sites if path and f"{path.format(0)}.weight" in self.rest), None)
 
     def _hidden(self) -> TokenSpan | None:
-        """Return the span of the first layer's hidden units."""
-        name = "" if self.layout.down is None else f"{self.layout.down.format(0)}.weight"
-        if name not in self.rest or is_pruned([self.rest[name]]):
+        """Return the span of the first layer's hidden units, or else of what its heads give."""
+        path = self._site()
+        if path is None:
+            return None
+        name = f"{path.format(0)}.weight"
+        if is_pruned([self.rest[name]]):
             return None
         gradient = self.rest[name]
         if self.units is None or self.units[0] is not gradient:
