@@ -7,8 +7,8 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 import pytest
-
 from benchmarks.table_recovery import markdown
+
 from gradveil.core.formatting import size
 from gradveil.metrics.statistics import wilson
 
