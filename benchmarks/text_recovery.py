@@ -116,7 +116,8 @@ def measured(model: TokenModel, space: TextSpace, public: Tensor, batches: list[
     attack = SpanAttack(ranked=True, rows=options.rows)
     generator, scores, seconds, places = torch.Generator().manual_seed(0), [], [], []
     for batch in batches:
-        update = defended(gradient(model, batch, only), options.defence, generator)
+        update = defended(gradient(model.train(), batch, only), options.defence, generator)
+        model.eval()  # the attacker does not draw dropout
         if options.ranks:
             places += ranks(model, update, batch.inputs)
             continue

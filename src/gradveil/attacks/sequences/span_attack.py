@@ -54,6 +54,10 @@ _MOST = 1024
 """Members per position that are listed without a bag of words."""
 _RANKED = 16
 """Width of the beam under noise."""
+_PROPOSED = 64
+"""Width of the beam that proposes sentences by the first layer and the prior alone."""
+_IMPROVED = 3
+"""Proposed sentences per example that are improved word by word."""
 _LABELS = 10
 """Most classes that are tried to subtract a sentence."""
 _FALLS = 0.1
@@ -116,7 +120,11 @@ class SpanAttack(Checked):
             proofs.append(float(sum(s.proved for s in sentences)))
         inputs, costs = torch.stack(texts), torch.tensor(costs)
         targets = token_targets(seen, simulated_client, knowledge, inputs)
-        result = in_closed_form(inputs, targets, costs, torch.isfinite(costs), began, progress)
+        # Sentences that nothing proves show that a defence works only if noise or pruning was expected and ranked.
+        proved = torch.tensor(proofs) == seen.examples
+        defended = any((simulated_client.batch, simulated_client.step, simulated_client.send))
+        sound = torch.isfinite(costs) & (proved | (self.ranked and defended))
+        result = in_closed_form(inputs, targets, costs, sound, began, progress)
         width = simulated_client.model.layout.word_table(seen.params).shape[1]  # type: ignore[union-attr]
         remarks = (
             Remark(f"{{}} of {width} directions of the first layer filled", tuple(ranks)),
@@ -339,10 +347,17 @@ class _Client:
         length = self.space.shape[0] if rows is None or rows.length is None else rows.length
         bag = None if rows is None else rows.bag
         listed = rank_words(self.model, self.layout, self.params, span, length, self.attack.shortlist, bag)
-        beam = _RANKED
-        search = self._searching(listed, examples, beam, self.prior)
-        tried = _distinct(search.run(beam * length), examples)
-        return [search.improved(one) for one in tried]
+        search = self._searching(listed, examples, _RANKED, self.prior)
+        if self.layout.causal:
+            tried = _distinct(search.run(_RANKED * length), examples)
+            return [search.improved(one) for one in tried]
+        # Prefixes say little of the second layer: the first layer and the prior propose one sentence per length.
+        lengths: dict[int, list[Sentence]] = {}
+        for one in replace(search, second=None, beam=_PROPOSED).run(_PROPOSED * length):
+            lengths.setdefault(len(one.words), []).append(one)
+        proposed = [search.measured(one.words) for same in lengths.values() for one in same[:examples]]
+        best = sorted(proposed, key=lambda one: one.cost)[: _IMPROVED * examples]
+        return _distinct(sorted(map(search.improved, best), key=lambda one: one.cost), examples)
 
     def _subtracted(self, sentence: Sentence, first: TokenSpan) -> TokenSpan | None:
         """Subtract a sentence's gradient; return its words and the smaller span, None if it did not fit.
