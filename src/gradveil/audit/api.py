@@ -48,15 +48,7 @@ from gradveil.audit.attack_selection import (
     stands_for_many,
     without_aim,
 )
-from gradveil.audit.attackers.run_attackers import (
-    Decision,
-    choice_of_texts,
-    closed_forms,
-    decide,
-    quick,
-    untried,
-    widened,
-)
+from gradveil.audit.attackers.run_attackers import Decision, choice_of_texts, closed_forms, decide, untried, widened
 from gradveil.audit.audit_config import FIRST_SEARCH, RunConfig
 from gradveil.audit.audit_run import describe, run, title
 from gradveil.audit.defence_costs import Costs, DefenceCost, costs_of
@@ -243,7 +235,7 @@ def audit_model(
     problems = list(wrong_arguments(given))
     sound, title_of_model, done = not problems, type(model).__name__, []
     kind = "images" if space is None else space.words.kind
-    joins = quick if attacks is None else None
+    searches_first = attacks is None
     if attacks is None:
         attacks = [FIRST_SEARCH[kind]]
     whole = _spelled_out(attacks, defences, public is not None, kind)
@@ -280,7 +272,7 @@ def audit_model(
     experiment = Experiment(config, data, known, _copies(model), against, tried, loss, facts, tuple(done))
     experiment = unobstructed(experiment)
     in_words = [attack for attack in attacks if isinstance(attack, str)]
-    decisions, joins = decide(experiment, in_words), choice_of_texts(in_words) or joins
+    decisions, joins = decide(experiment, in_words), choice_of_texts(in_words, searches_first)
     if joins is not None:
         experiment, decisions, _ = widened(experiment, decisions, joins)
     experiment = replace(experiment, cost=_trainings(config, model, data, known, against, loss))
