@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gradveil.attacks.knowledge import How, Knowledge, Known
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, Remark, in_closed_form
+from gradveil.attacks.sequences.adapter_span import adapter_span
 from gradveil.attacks.sequences.sentence_search import MEMBER as SECOND_MEMBER
 from gradveil.attacks.sequences.sentence_search import LogPrior, Sentence, SentenceSearch
 from gradveil.attacks.sequences.token_candidates import Candidates, rank_words
@@ -32,6 +33,7 @@ from gradveil.core.settings import Checked, Range
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
 from gradveil.gradients.objective import mean_gradient
+from gradveil.nn.lora import adapters
 from gradveil.nn.module_paths import call_on, last_layer
 from gradveil.nn.token_layout import TokenModel
 from gradveil.spaces.text_space import TextSpace
@@ -166,7 +168,9 @@ class _Client:
         self.model, self.layout = model, model.layout
         self.params = {name: value.detach() for name, value in self.seen.params.items()}
         read = {f"{name}.weight" for name in self._read()} | {f"{self.layout.head}.bias"}
-        self.rest = {name: value[self.client] for name, value in self.seen.update.items() if name in read}
+        adapted = tuple(f"{path.format(layer)}.lora_" for layer in (0, 1) for path in self.layout.attention)
+        names = [name for name in self.seen.update if name in read or name.startswith(adapted)]
+        self.rest = {name: self.seen.update[name][self.client] for name in names}
 
     def _read(self) -> Iterator[str]:
         """Name the modules whose gradients are read: embeddings, attention of two layers, and the perceptron."""
@@ -298,15 +302,19 @@ class _Client:
         one = {name: value.unsqueeze(0) for name, value in self.rest.items()}
         gradients = [value[0] for value in self.layout.gradients(one, layer)]
         before = [value[self.client] for value in self.layout.gradients(self.seen.update, layer)]
+        dtype = next(iter(self.params.values())).dtype
+        adapted = None if gradients else adapter_span(self.rest, self.layout, self.params, layer, dtype)
+        if adapted is not None:
+            return adapted
         if not gradients:
             remedy = "train attention, or choose embedding-rows"
             raise fail(f"attack.{self.attack.name}", f"layer {layer} of attention was not sent", remedy)
-        dtype = next(iter(self.params.values())).dtype
         return token_span(gradients, examples * self.space.shape[0], dtype, _rounding(gradients, before, TOLERANCE))
 
     def _second(self, examples: int) -> TokenSpan | None:
         one = {name: value.unsqueeze(0) for name, value in self.rest.items()}
-        if self.layout.layers < 2 or not self.layout.gradients(one, 1):
+        paths = [path.format(1) for path in self.layout.attention]
+        if self.layout.layers < 2 or not (self.layout.gradients(one, 1) or adapters(self.rest, paths)):
             return None
         return self._span(1, examples)
 

@@ -16,6 +16,7 @@ from gradveil.core.formatting import suggestion
 from gradveil.core.plugins import Catalogue, Plugin
 from gradveil.core.user_code import imported
 from gradveil.nn.initial_weights import drawing_from, initialise
+from gradveil.nn.lora import with_lora
 from gradveil.nn.models.libraries import LIBRARIES, Wanted, build_of_library
 from gradveil.nn.models.mlp import mlp
 from gradveil.nn.models.resnet import resnet18, resnet20, resnet32, resnet34
@@ -121,16 +122,22 @@ def build(
 
     `name` is a name of `MODELS`, a plug-in's name, `"pkg.module:factory"`, or a model of a library: `"hf:NAME"`
     (transformers), `"timm:NAME"` or `"torchvision:NAME"`, whose option `pretrained=True` reads weights from the user's
-    cache. `example` says what one example is where that is no image of `channels` and `size`, see
-    `Space.model_facts`. A custom factory is called with the options and those of these facts, `classes` and `generator`
-    that it accepts; its random numbers come from the generator too. A custom model of images without `input_shape` gets
-    (channels, size, size).
+    cache. The option `lora=RANK` adds adapters to a model of texts and freezes the rest.
+
+    `example` says what one example is where that is no image of `channels` and `size`, see `Space.model_facts`. A
+    custom factory is called with the options and those of these facts, `classes` and `generator` that it accepts; its
+    random numbers come from the generator too. A custom model of images without `input_shape` gets (channels, size,
+    size).
 
     >>> model = build("scheliga-cnn", channels=1, size=32, classes=10, generator=torch.Generator().manual_seed(0))
     >>> sum(parameter.numel() for parameter in model.parameters())
     65162
     """
     facts: dict[str, Any] = dict(example) if example is not None else {"channels": channels, "size": size}
+    if "vocabulary" in facts and "lora" in options:
+        rank = options.pop("lora")
+        whole = build(name, classes=classes, generator=generator, example=facts, **options)
+        return with_lora(whole, rank, generator)
     sizes = {**facts, "classes": classes}
     problems = [
         Problem(f"model.{key}", f"is {value!r}", "give a whole number of at least 1")
