@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from gradveil.assurance.replay_audit import audit_epsilon
     from gradveil.attacks.knowledge import Knowledge
     from gradveil.attacks.protocol import Attack, Observation
-    from gradveil.audit.api import Inverted, Result
+    from gradveil.audit.api import Result
+    from gradveil.audit.recorded.inverted_update import Inverted
     from gradveil.client.client import Client
     from gradveil.client.local_training import Local
     from gradveil.core.chain import chain

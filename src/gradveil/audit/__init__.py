@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from gradveil.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from gradveil.audit.api import Inverted, Result
+    from gradveil.audit.api import Result
     from gradveil.audit.audit_config import RunConfig
     from gradveil.audit.findings import Findings, print_outcome
     from gradveil.audit.gate import Accepted, Gate
+    from gradveil.audit.recorded.inverted_update import Inverted
     from gradveil.audit.run_directory import Run, Trial, load_run
     from gradveil.audit.run_file import bundled, read, read_training
     from gradveil.audit.verdict import Price, Verdict, verdicts
@@ -21,7 +22,7 @@ else:
             "Accepted": "gradveil.audit.gate",
             "Findings": "gradveil.audit.findings",
             "Gate": "gradveil.audit.gate",
-            "Inverted": "gradveil.audit.api",
+            "Inverted": "gradveil.audit.recorded.inverted_update",
             "Price": "gradveil.audit.verdict",
             "Result": "gradveil.audit.api",
             "Run": "gradveil.audit.run_directory",

@@ -30,7 +30,7 @@ from gradveil.attacks.closed_form.layer_by_layer import Recursive
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.knowledge import Knowledge, Known
 from gradveil.attacks.learned import Learned
-from gradveil.attacks.protocol import Active, Attack, CanRefuse, Observation, Prospect, Reconstruction
+from gradveil.attacks.protocol import Active, Attack, CanRefuse, Observation, Prospect
 from gradveil.audit.argument_checks import (
     answer,
     class_names,
@@ -58,6 +58,7 @@ from gradveil.audit.findings import Findings, findings, print_outcome, undone
 from gradveil.audit.grants import told
 from gradveil.audit.preflight import others, unobstructed
 from gradveil.audit.recommendation import Recommendation
+from gradveil.audit.recorded.inverted_update import Inverted
 from gradveil.audit.run_directory import TRAINING, Store, Trial, load_run
 from gradveil.audit.run_file import resolve, unmet, with_defaults
 from gradveil.audit.sources import training_config
@@ -65,7 +66,7 @@ from gradveil.audit.trial import sharing
 from gradveil.audit.verdict import Verdict
 from gradveil.client import Client, Local, usual_loss
 from gradveil.core.errors import GradveilError, Problem, refuse
-from gradveil.core.formatting import number, percent, plural
+from gradveil.core.formatting import percent
 from gradveil.core.given_objects import named
 from gradveil.core.noise import Key
 from gradveil.core.space import Space
@@ -84,7 +85,7 @@ from gradveil.federated.training_state import RoundResult, Status
 from gradveil.metrics import label_accuracy
 from gradveil.nn.models.hugging_face_text import INNER
 from gradveil.nn.module_paths import count_classes
-from gradveil.spaces import ImageSpace, TableSpace, TextSpace
+from gradveil.spaces import ImageSpace
 
 _ARGUMENTS = {"client[0].batch": "client_batch", "seeds[0]": "seed", "model.prepare": "prepare"}
 
@@ -456,99 +457,6 @@ def _datasets(
         return Dataset(name, pair[0].detach().cpu().float(), pair[1].cpu(), names, centre, scale)
 
     return wrapped("batch", batch), None if public is None else wrapped("public", public), facts
-
-
-@dataclass(frozen=True, eq=False)
-class Inverted:
-    """The outcome of an attack on one update. `print(found)` shows it in a few lines, a notebook with its pictures."""
-
-    images: Tensor
-    """[B, C, H, W] the reconstructions as pixels in [0, 1]; of texts token numbers [B, T], of rows cells [B, K]."""
-    labels: Tensor
-    """[B] class numbers: those that were given, or that the attack restored from the update."""
-    objective: float
-    """The attacker's own objective at its answer: 0 explains the update fully."""
-    reconstruction: Reconstruction
-    """All that the attack said: statuses, restarts, inputs in the model's own space."""
-    metrics: dict[str, float] = field(default_factory=dict[str, float])
-    """Means of the scores: of images mse, psnr and ssim, of texts tokens in place, recall, exactness and ROUGE, of rows
-    the right cells; with true labels the label accuracy. Empty without a truth."""
-    restored: bool = False
-    """Whether the attack restored the labels from the update, since none were given."""
-    truth: Tensor | None = None
-    """[B, C, H, W] the true images as pixels, if they were given."""
-    as_html: Callable[[Inverted], str] | None = None
-    space: Space | None = None
-    """What one example is."""
-
-    @property
-    def texts(self) -> list[str]:
-        """The reconstructions as texts; empty for other examples."""
-        return [self.space.text(ids) for ids in self.images] if isinstance(self.space, TextSpace) else []
-
-    @property
-    def rows(self) -> list[dict[str, str]]:
-        """The reconstructions as rows, with the cells by column; empty for other examples."""
-        return self.space.written(self.images) if isinstance(self.space, TableSpace) else []
-
-    @property
-    def lines(self) -> list[str]:
-        """Texts or rows, each as a line; empty for images."""
-        return self.texts or [", ".join(f"{name} {cell}" for name, cell in row.items()) for row in self.rows]
-
-    @property
-    def status(self) -> str:
-        """How the attack ended: converged, stalled, budget or diverged."""
-        return self.reconstruction.status[0]
-
-    @property
-    def iterations(self) -> int:
-        """The iterations of the best restart."""
-        return int(self.reconstruction.iterations[0])
-
-    @property
-    def verdict(self) -> str:
-        """Whether the images are recovered, in a few words; without a truth nobody knows."""
-        if self.texts and "tokens" in self.metrics:
-            shares = (f"{share} {self.metrics[share]:.0%}" for share in ("tokens", "exact"))
-            passed = self.metrics["tokens"] >= TextSpace.threshold
-            return f"{'' if passed else 'not '}recovered, {', '.join(shares)}"
-        if self.rows and "cells" in self.metrics:
-            share = self.metrics["cells"]
-            return f"{'' if share >= TableSpace.threshold else 'not '}recovered, {share:.0%} of the cells right"
-        if "ssim" not in self.metrics:
-            return "no truth to compare with"
-        ssim, psnr = self.metrics["ssim"], self.metrics["psnr"]
-        return f"{'' if ssim > _RECOVERED else 'not '}recovered, SSIM {ssim:.2f}, PSNR {psnr:.1f} dB"
-
-    def __str__(self) -> str:
-        """Render the outcome in a few lines."""
-        count, *shape = self.images.shape
-        labels = ", ".join(str(label) for label in self.labels.tolist()[:_FEW]) + (", …" if count > _FEW else "")
-        how = "restored from the update" if self.restored else "given, or found with the examples"
-        ended = f"objective {number(self.objective)} after {plural(self.iterations, 'iteration')} ({self.status})"
-        if self.lines:
-            shown = "\n".join(f"  {text}" for text in self.lines[:_FEW])
-            kind = "text" if self.texts else "row"
-            return f"{plural(count, kind)}: {self.verdict}; {ended}.\n{shown}\nLabels: {labels} ({how})."
-        return (
-            f"{plural(count, 'image')} of {' x '.join(map(str, shape))}: {self.verdict}; {ended}.\n"
-            f"Labels: {labels} ({how}).\n"
-            "To see them: .images are pixels [B, C, H, W]; a notebook shows them."
-        )
-
-    def __repr__(self) -> str:
-        """Name the outcome in a line."""
-        shape = " x ".join(map(str, self.images.shape))
-        kind = "texts" if self.texts else "rows" if self.rows else "images"
-        return f"Inverted({kind} [{shape}], {self.verdict}, objective {number(self.objective)}, {self.status})"
-
-    def _repr_html_(self) -> str | None:
-        return None if self.as_html is None else self.as_html(self)
-
-
-_RECOVERED, _FEW = 0.5, 10
-"""SSIM above which an image counts as recovered; labels that are printed at most."""
 
 
 def invert_update(

@@ -7,8 +7,9 @@ from html import escape
 
 from torch import Tensor
 
-from gradveil.audit.api import Inverted, Result
+from gradveil.audit.api import Result
 from gradveil.audit.findings import Findings, Gap, headline, remarks_on, strongest
+from gradveil.audit.recorded.inverted_update import Inverted
 from gradveil.audit.result_rows import short_names
 from gradveil.audit.verdict import LEVELS
 from gradveil.core.formatting import DASH, percent, size
