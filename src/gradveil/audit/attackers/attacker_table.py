@@ -147,6 +147,11 @@ RULES: tuple[Rule, ...] = (
         "the noise has a known covariance, by which entries are weighed",
         defence="shapes noise",
     ),
+    Rule(
+        ("ig(objective=right-angles, rounds=all)",),
+        "what is sent has the gradient's norms, and is at a right angle to it in every round",
+        defence="turns gradients",
+    ),
     Rule(("dia",), "the units that were dropped are found together with the examples", defence="drops units"),
     Rule(("pig",), "layers that the bottleneck's noise does not reach leak by themselves", defence="draws features"),
     # Rows: a search over probabilities of categories.

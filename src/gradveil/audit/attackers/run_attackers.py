@@ -98,15 +98,16 @@ def planted(decision: Decision) -> bool:
     return decision.rule.server == "malicious"
 
 
-def choice_of_texts(attacks: Iterable[str]) -> Choice | None:
-    """Return which attacks join those of these entries of a run: what their words expand to; None without a word."""
+def choice_of_texts(attacks: Iterable[str], searches_first: bool = False) -> Choice | None:
+    """Return which attacks join those of these entries of a run: what their words expand to; None for none."""
     words = _words(attacks)
-    return every if ADAPTIVE in words else planted if MALICIOUS in words else None
+    word = every if ADAPTIVE in words else planted if MALICIOUS in words else None
+    return word or (quick if searches_first else None)
 
 
 def choice_of(config: RunConfig) -> Choice | None:
     """Return which attacks on this run's updates join those that it names; None for none."""
-    return choice_of_texts(config.attacks) or (quick if config.searches_first else None)
+    return choice_of_texts(config.attacks, config.searches_first)
 
 
 def widened(
