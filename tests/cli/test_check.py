@@ -118,7 +118,7 @@ def test_a_model_alone_takes_options_client_and_defence(capsys: pytest.CaptureFi
     assert "model.prepare=true" in problems[0]["remedy"]
     assert run([*words, "--set", "model.options.drop=0.5"]) == 1
     assert "error: module '2' (Dropout): " in capsys.readouterr().out
-    assert run([*words, "--set", "model.options.drop=0.5", "--set", "model.prepare=true"]) == 0
+    assert run([*words, "--set", "model.options.drop=0.5", "--prepare"]) == 0
     assert run([*ALONE, "--set", "client.local.lr=0.1", "--set", "client.local.steps=2"]) == 0
     capsys.readouterr()
     code, problems = found(capsys, *ALONE, "--defence", "none", "--defence", "cvb(position=nope)")

@@ -34,6 +34,7 @@ _HELP = {
     "data": "Data of `gradveil list data`, hf:NAME, parquet:PATH or folder:PATH.",
     "size": "Side of the images after resizing. Default: 32.",
     "channels": "1 for grey, 3 for colour. Default: the channels of the data.",
+    "prepare": "Try it with what cannot be attacked replaced in a copy, as gradveil audit --prepare does.",
     "batch": f"Examples per client. Default: {_EXAMPLES}.",
     "set": "Any setting of a run file: --set model.options.width=32 --set client.local.lr=0.1. Repeatable.",
     "filters": "Settings of an NVFlare client or a Flower pyproject.toml: print the epsilon of its privacy filters.",
@@ -55,6 +56,7 @@ def check(
     size: Annotated[int | None, typer.Option(min=1, help=_HELP["size"])] = None,
     channels: Annotated[int | None, typer.Option(help=_HELP["channels"])] = None,
     batch: Annotated[int | None, typer.Option(min=1, help=_HELP["batch"])] = None,
+    prepare: Annotated[bool, typer.Option("--prepare", help=_HELP["prepare"])] = False,
     defence: Annotated[list[str] | None, _DEFENCE] = None,
     setting: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_HELP["set"])] = None,
     data_dir: Annotated[Path | None, typer.Option(help=_HELP["data_dir"])] = None,
@@ -93,7 +95,7 @@ def check(
     }
     flags |= {"defences": defence or None}
     settings = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in flags.items() if value is not None]
-    settings += setting or []
+    settings += [*(["model.prepare=true"] if prepare else []), *(setting or [])]
     config = _alone(flags, settings) if run is None else read(run, {}, settings)
     with redirect_stdout(sys.stderr):  # Output of a user's model must not mix with the result.
         experiment = open_experiment(config, data_dir, checked=False)
