@@ -209,6 +209,11 @@ class Gallery:
         self._image, self._targets = without_copies(pixels), targets.cpu()
         self._distinct = int(self._image.max()) + 1
 
+    def twins(self, places: Sequence[int]) -> list[bool]:
+        """Return which images of a batch, at these places of the gallery, are in it more than once."""
+        images = [int(self._image[place]) for place in places]
+        return [images.count(image) > 1 for image in images]
+
     def of_batch(self, labels: Sequence[int]) -> list[NamingChance]:
         """Return the chance of each image of a batch to be named by a guess, given the labels of the batch.
 

@@ -181,7 +181,12 @@ def expected_of(
     targets = experiment.private.targets
     gallery = Gallery(experiment.private.views, targets) if len(targets) > 1 else None
     others = experiment.private_guessing if guessing is None else None
-    return [_exact_average(guessing, others, gallery, labels) for labels in targets[places].tolist()]
+    found = [_exact_average(guessing, others, gallery, labels) for labels in targets[places].tolist()]
+    for batch, where in zip(found, places.tolist(), strict=True):
+        for record, twin in zip(batch, gallery.twins(where) if gallery else (), strict=False):
+            # An image that is twice in a batch is twice in the sum, and known to those who know the other examples.
+            record |= {"aimed": 1.0, "single": 1.0, "public_single": 0} if twin else {}
+    return found
 
 
 def _exact_average(

@@ -60,19 +60,32 @@ def test_every_text_of_an_undefended_batch_is_recovered_exactly(make, examples, 
         assert result.targets[0].tolist() == sorted(labels.tolist())
 
 
-@pytest.mark.parametrize(("examples", "rows"), [(2, True), (3, True), (2, False)])
-def test_batches_of_texts_that_share_their_words_come_back_in_order(examples, rows):
+@pytest.mark.parametrize(
+    ("examples", "rows", "scale"), [(2, True, 1.0), (3, True, 1.0), (2, False, 1.0), (3, True, 0.4)]
+)
+def test_batches_of_texts_that_share_their_words_come_back_in_order(examples, rows, scale):
     """Few words, each at many positions: the first layer's span then leaves every word at every position."""
     model = initialise(small_encoder(vocabulary=WORDS, length=24), torch.Generator().manual_seed(0))
     ids = torch.zeros(examples, 24, dtype=torch.long)
     ids[:, :22] = torch.randint(3, 20, (examples, 22), generator=torch.Generator().manual_seed(1))
     ids[:, 0], ids[0, 19:], ids[1:, 22], ids[0, 19] = 1, 0, 2, 2
     client, observation = seen(model, ids, torch.arange(examples) % 2)
+    for value in observation.update.values():  # as clipping does, so that no sentence can be subtracted
+        value *= scale
     space = TextSpace((24,), SPACE.vocabulary, padding=0, start=1, end=2)
     result = SpanAttack(rows=rows)([observation], client, Knowledge(space, 2), Key(0))
     _, matched = space.match(result.inputs, ids.unsqueeze(0))
     assert torch.equal(matched[0], ids)
     assert [remark.numbers for remark in result.remarks][1] == (examples,)
+
+
+def test_attention_alone_orders_a_batch():
+    ids = texts(3)
+    client, observation = seen(encoder(), ids, torch.arange(3) % 2)
+    sent = {name: value for name, value in observation.update.items() if "attention" in name}
+    alone = Observation(observation.params, sent, 3, (0,))
+    found = SpanAttack()([alone], client, Knowledge(SPACE, 2), Key(0))
+    assert torch.equal(SPACE.match(found.inputs, ids.unsqueeze(0))[1][0], ids)
 
 
 def test_another_clients_update_reveals_nothing_of_a_text():

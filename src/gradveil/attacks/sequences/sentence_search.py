@@ -8,7 +8,7 @@ words almost as well. A finished sentence is then tested, or improved word by wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,8 @@ MEMBER = 1e-3
 """Largest residual of a member of the second layer's span."""
 _LEAST = 1e-4
 """Residuals below this are equally good."""
+_USUAL = 0.8
+"""Quantile of the second layer's residuals among proposed sentences that stands for a wrong word."""
 _AT_ONCE = 1024
 """Sequences in one forward pass."""
 
@@ -123,6 +125,14 @@ class SentenceSearch:
     def measured(self, words: Tensor) -> Sentence:
         """Return token numbers [T] with their cost, and whether both layers explain them."""
         return self._finished(self._measured(words.unsqueeze(0)))[0]
+
+    @torch.no_grad()
+    def usual_cost(self, sentences: Sequence[Sentence]) -> float:
+        """Return the cost of a wrong word: that of the last candidates, and of most tokens of wrong sentences."""
+        listed = self.candidates.residuals
+        last = torch.where(torch.isfinite(listed), listed, 0).amax(1).clamp_min(_LEAST).log().mean()
+        second = torch.cat([self._second(one.words.unsqueeze(0)).flatten() for one in sentences])
+        return float(last + second.clamp_min(_LEAST).log().quantile(_USUAL))
 
     @property
     def _tests(self) -> bool:

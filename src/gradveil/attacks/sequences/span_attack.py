@@ -58,6 +58,8 @@ _PROPOSED = 64
 """Width of the beam that proposes sentences by the first layer and the prior alone."""
 _IMPROVED = 3
 """Proposed sentences per example that are improved word by word."""
+_SHRUNK = 4
+"""Tokens of usual cost that are added to a sentence before sentences of different lengths are compared."""
 _LABELS = 10
 """Most classes that are tried to subtract a sentence."""
 _FALLS = 0.1
@@ -170,7 +172,7 @@ class _Client:
         """Name the modules whose gradients are read: embeddings, attention of two layers, and the perceptron."""
         yield from (self.layout.words, self.layout.positions or "")
         yield from (path.format(layer) for layer in (0, 1) for path in self.layout.attention)
-        yield (self.layout.down or "").format(0)
+        yield from ((path or "").format(0) for path in (self.layout.down, self.layout.out))
 
     def recovered(self) -> list[Sentence]:
         """Return up to one sentence per example, proved ones first."""
@@ -215,20 +217,28 @@ class _Client:
         return first, found
 
     def _companions(self, first: TokenSpan) -> TokenCompanions | None:
-        """Return the equations of the sentences that are left; None if the perceptron's gradient does not give them."""
+        """Return the equations of the sentences that are left; None if the gradients do not give them."""
         hidden = self._hidden()
         if hidden is None or not hidden.exact:
             return None
         listed = self._members(first, self._rows(self.seen.examples))
         residuals = torch.where(listed.residuals < MEMBER, listed.residuals, torch.inf)
-        return TokenCompanions(
-            self.model, self.layout, self.params, Candidates(listed.words, residuals), hidden, self.space.end
-        )
+        listed = Candidates(listed.words, residuals)
+        perceptron = self._site() != self.layout.out
+        return TokenCompanions(self.model, self.layout, self.params, listed, hidden, self.space.end, perceptron)
+
+    def _site(self) -> str | None:
+        """Return the path of the layer whose inputs are solved for: the perceptron's second, or attention's last."""
+        sites = (self.layout.down, self.layout.out)
+        return next((path for path in sites if path and f"{path.format(0)}.weight" in self.rest), None)
 
     def _hidden(self) -> TokenSpan | None:
-        """Return the span of the first layer's hidden units."""
-        name = "" if self.layout.down is None else f"{self.layout.down.format(0)}.weight"
-        if name not in self.rest or is_pruned([self.rest[name]]):
+        """Return the span of the first layer's hidden units, or else of what its heads give."""
+        path = self._site()
+        if path is None:
+            return None
+        name = f"{path.format(0)}.weight"
+        if is_pruned([self.rest[name]]):
             return None
         gradient = self.rest[name]
         if self.units is None or self.units[0] is not gradient:
@@ -347,6 +357,7 @@ class _Client:
         length = self.space.shape[0] if rows is None or rows.length is None else rows.length
         bag = None if rows is None else rows.bag
         listed = rank_words(self.model, self.layout, self.params, span, length, self.attack.shortlist, bag)
+        listed = self._with_marks(listed, span)
         search = self._searching(listed, examples, _RANKED, self.prior)
         if self.layout.causal:
             tried = _distinct(search.run(_RANKED * length), examples)
@@ -356,8 +367,31 @@ class _Client:
         for one in replace(search, second=None, beam=_PROPOSED).run(_PROPOSED * length):
             lengths.setdefault(len(one.words), []).append(one)
         proposed = [search.measured(one.words) for same in lengths.values() for one in same[:examples]]
-        best = sorted(proposed, key=lambda one: one.cost)[: _IMPROVED * examples]
-        return _distinct(sorted(map(search.improved, best), key=lambda one: one.cost), examples)
+        usual = search.usual_cost(proposed)
+
+        def cost(one: Sentence) -> float:
+            # Few tokens are good by chance: some that are as bad as wrong words are added to all sentences.
+            return len(one.words) * (one.cost - usual) / (len(one.words) + _SHRUNK)
+
+        best = sorted(proposed, key=cost)[: _IMPROVED * examples]
+        return _distinct(sorted(map(search.improved, best), key=cost), examples)
+
+    @torch.no_grad()
+    def _with_marks(self, listed: Candidates, span: TokenSpan) -> Candidates:
+        """Add the start at the first position, and the end at the others: noise may drop them from the lists."""
+        words, residuals = [], []
+        for position, row in enumerate(listed.words):
+            mark = self.space.end if position else self.space.start
+            if mark is None or bool((row == mark).any()):
+                words.append(row[:1])
+                residuals.append(torch.tensor([torch.inf]))
+            else:
+                words.append(torch.tensor([mark]))
+                inputs = self.layout.first_inputs(self.model, self.params, position, words[-1])
+                residuals.append(span.residuals(inputs))
+        return Candidates(
+            torch.cat([listed.words, torch.stack(words)], 1), torch.cat([listed.residuals, torch.stack(residuals)], 1)
+        )
 
     def _subtracted(self, sentence: Sentence, first: TokenSpan) -> TokenSpan | None:
         """Subtract a sentence's gradient; return its words and the smaller span, None if it did not fit.

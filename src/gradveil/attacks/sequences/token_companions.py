@@ -64,6 +64,8 @@ class TokenCompanions:
     candidates: Candidates
     hidden: TokenSpan
     end: int | None = None
+    perceptron: bool = True
+    """The span is that of the hidden units; False: of what the heads give, where the perceptron is frozen."""
     places: Tensor = field(init=False)
     """The position of each candidate [n]."""
     words: Tensor = field(init=False)
@@ -166,6 +168,8 @@ class TokenCompanions:
         return context.flatten(), slopes.flatten(1).T
 
     def _units(self, context: Tensor, carried: Tensor) -> Tensor:
+        if not self.perceptron:
+            return context
         return self.layout.hidden_units(self.model, self.params, context, carried, 0)
 
     def _equations(self, anchor: int, shares: Tensor) -> tuple[Tensor, Tensor]:
