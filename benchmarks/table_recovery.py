@@ -13,9 +13,10 @@ import argparse
 import csv
 import json
 import math
+import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from gradveil.audit.defence_costs import joined
 from gradveil.audit.findings import findings_of
 from gradveil.audit.run_directory import load_run
 from gradveil.audit.verdict import Verdict
+from gradveil.data import DATA_DIR
 from gradveil.federated.training_run import load_training
 from gradveil.theory.accounting import Participation, multiplier
 
@@ -46,6 +48,13 @@ DATA: dict[str, dict[str, Any]] = {
 }
 """Kinds of columns, the rows to train on, and how many of a client's rows are in a step on average."""
 CLIENTS, ROUNDS = 2, 20
+
+
+COLUMNS = (
+    *("data", "model", "rows per update", "defence", "ε of the training", "accuracy", "cells right (guess)"),
+    *("rows recovered, exact, of 32", "limit, one update", "limit, training", "ε of one update", "found at least"),
+)
+"""Columns of the table of `markdown`."""
 
 
 def plan(data: str) -> Participation:
@@ -123,12 +132,14 @@ def bounded(folder: Path, data_dir: Path) -> list[dict[str, Any]]:
     return json.loads(file.read_text())
 
 
-def records(data: str, model: str, batch: int, runs: Path, data_dir: Path) -> Iterator[dict[str, Any]]:
-    """Yield a record for each defence."""
-    training = load_training(done("train", training_file(data, model), runs, data_dir) / "run")
+def records(
+    data: str, model: str, batch: int, runs: Path, data_dir: Path, trained: bool = True
+) -> Iterator[dict[str, Any]]:
+    """Yield a record for each defence; without the trainings there are no accuracies."""
+    trainings = [load_training(done("train", training_file(data, model), runs, data_dir) / "run")] if trained else []
     folder = done("audit", audit_file(data, model, batch), runs, data_dir)
     run = load_run(folder / "run")
-    found = findings_of(run, joined([run], [training])[0])
+    found = findings_of(run, joined([run], trainings)[0])
     bounds = {each["defence"]: each for each in bounded(folder, data_dir)}
     wanted = dict(zip(run.info["config"]["defences"], (*(None for _ in DEFENCES), *EPSILONS), strict=True))
     for verdict in found.verdicts:
@@ -181,19 +192,51 @@ def proven(verdict: Verdict, epsilon: float | None, audit: Mapping[str, Any]) ->
     return {key: None if value is None or not epsilon else float(f"{value:.4g}") for key, value in values.items()}
 
 
+def markdown(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Write records, as they are read from the file, as the lines of a table."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for row in rows:
+        accuracy = f"{100 * float(row['accuracy']):.1f}%" if row["accuracy"] else "–"
+        cells = (
+            *(row["data"], row["model"], row["batch"], f"`{row['defence']}`"),
+            f"{float(row['epsilon']):g}" if row["epsilon"] else "none",
+            accuracy,
+            f"{100 * float(row['cells']):.0f}% ({100 * float(row['cells_guess']):.0f}%)",
+            f"{row['recovered']}, {row['exact']}",
+            _share(row["bound_one"]),
+            _share(row["bound_training"]),
+            f"{float(row['epsilon_one']):.2f}" if row["epsilon_one"] else "–",
+            f"{float(row['epsilon_at_least']):.2f}" if row["epsilon_at_least"] else "–",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _share(text: str) -> str:
+    return f"{100 * float(text):.1f}%" if text else "–"
+
+
 def main() -> None:
     """Measure all settings; rewrite the file after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, required=True, help="folder with tables/NAME-train.parquet")
-    parser.add_argument("--runs", type=Path, required=True)
+    parser.add_argument(
+        "--data-dir", type=Path, default=os.environ.get(DATA_DIR, "."), help="folder with tables/NAME-train.parquet"
+    )
+    parser.add_argument("--runs", type=Path, default=Path("runs/tables"))
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--no-training", action="store_true", help="leave the accuracies out")
+    parser.add_argument("--table", action="store_true", help="print the records of the file as a table, and stop")
     options = parser.parse_args()
+    if options.table:
+        with options.output.open() as stream:
+            print("\n".join(markdown(list(csv.DictReader(stream)))))
+        return
     rows = list[dict[str, Any]]()
     for data, model, batch in product(options.data, options.model, options.batch):
-        rows += records(data, model, batch, options.runs, options.data_dir)
+        rows += records(data, model, batch, options.runs, options.data_dir, not options.no_training)
         with options.output.open("w", newline="") as stream:
             writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
             writer.writeheader()

@@ -259,10 +259,11 @@ def invert(
     (attacks that simulate it learn of it), `public` examples for attacks that train on them. `truth`, inputs or
     (inputs, labels), is only compared with the answer. `prepare=True` attacks a copy of the model, as `audit`
     does. Without a name the attack is `ig`, for models of texts `span`. Those take `tokenizer` as for `audit`, and
-    `length`, the most tokens of a text.
+    `length`, the most tokens of a text. Of rows of a table, `truth` or `public` is a data set, which names the columns;
+    the usual attack is `tableak`.
 
-    The result has `images` (pixels; of texts token numbers, and `texts`), `labels`, the attacker's `objective`,
-    `status`, and with a truth `metrics`.
+    The result has `images` (pixels; of texts token numbers, and `texts`; of rows cells, and `rows`), `labels`, the
+    attacker's `objective`, `status`, and with a truth `metrics`.
     """
     from gradveil.audit.api import invert_update
     from gradveil.report import inverted_html

@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
@@ -11,7 +12,7 @@ from gradveil.assurance.statement import _chosen, assurance_of
 from gradveil.assurance.threat_letters import letter_of
 from gradveil.audit.findings import findings_of
 from gradveil.audit.result_rows import Row
-from gradveil.audit.run_directory import Run
+from gradveil.audit.run_directory import Run, load_run
 from gradveil.cli.app import run
 from gradveil.core.errors import GradveilError
 from gradveil.report import assurance_page, audit_page, write_assurance
@@ -88,6 +89,33 @@ def test_setting_that_nobody_could_judge_speaks_before_one_that_held(audit: Run)
     verdict = findings_of(audit).verdicts[0]
     held, open_ = (replace(verdict, level=level) for level in ("not broken", "inconclusive"))
     assert _chosen([held, open_], verdict.defence, None) is open_
+
+
+def test_missing_and_failed_trials_are_named(audit: Run) -> None:
+    first, second, *rest = (trial for trial in audit.trials if trial.info["defence"] == PRIVATE)
+    failed = replace(second, info=second.info | {"failed": "out of memory", "unfit": False}, records=[])
+    some = [trial for trial in audit.trials if trial not in (first, second)]
+    gaps = assurance_of(replace(audit, trials=[*some, failed]), PRIVATE).not_examined
+    assert rest
+    assert any("1 trial of this run that is not done" in each for each in gaps)
+    assert any(f"failed: {second.info['attack']} on {PRIVATE}" in each for each in gaps)
+
+
+def test_run_with_changed_settings_gets_no_statement(audit: Run, tmp_path: Path) -> None:
+    assert audit.path is not None
+    folder = copytree(audit.path, tmp_path / "edited")
+    before = assurance_of(load_run(folder), PRIVATE).provenance["results (SHA-256)"]
+    records = next(folder.glob("trials/*/records.json"))
+    values = json.loads(records.read_text())
+    values[0]["ssim"] = 0.99
+    records.write_text(json.dumps(values))
+    assert assurance_of(load_run(folder), PRIVATE).provenance["results (SHA-256)"] != before
+    file = folder / "run.json"
+    changed = json.loads(file.read_text())
+    changed["config"]["privacy"] = {"steps": 9, "rate": 0.1, "delta": 1e-5, "sampling": "poisson", "accountant": "pld"}
+    file.write_text(json.dumps(changed))
+    with pytest.raises(GradveilError, match="has other settings"):
+        write_assurance(folder, tmp_path / "out", PRIVATE, pdf=False)
 
 
 def test_page_and_json_have_the_same_fields_and_claim_nothing_more(audit: Run, tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gradveil import audit
+from gradveil import audit, invert
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.run_directory import load_run
 from gradveil.audit.run_file import resolve
 from gradveil.cli.app import app
 from gradveil.core.errors import GradveilError
-from gradveil.data import table
+from gradveil.data import load, table
 from gradveil.nn import build
 
 RUN = """
@@ -55,6 +55,7 @@ def test_adaptive_attacks_rows_of_batches_by_a_search_and_a_closed_form(tmp_path
     cells = {trial.info["preset"]: trial.records[0]["cells"] for trial in trials}
     assert set(cells) == {"unmix", "tableak"}
     assert cells["tableak"] > 0.8
+    assert cells["unmix"] == 1
     info = next(trial.info for trial in trials if trial.info["preset"] == "tableak")
     assert info["surest"]["cells"] == 4 * 18 // 4
     assert info["surest"]["right"] >= cells["tableak"]
@@ -89,3 +90,34 @@ def test_a_table_from_python_is_audited_like_one_from_a_file() -> None:
     result = audit(model, rows.private, attacks=["adaptive"], public=rows.public, target_clients=4)
     assert result.verdicts[0].identifiable == 4
     assert result.verdicts[0].best.words.noun == "row"
+
+
+def test_an_update_of_rows_is_inverted_and_shown_by_column() -> None:
+    rows = load("census")
+    facts = rows.public.space.model_facts()
+    model = build("tabular-mlp", classes=2, generator=torch.Generator().manual_seed(0), example=facts)
+    few = rows.private.subset(range(4))
+    loss = torch.nn.functional.cross_entropy(model(few.inputs), few.targets)
+    names = [name for name, _ in model.named_parameters()]
+    update = dict(zip(names, torch.autograd.grad(loss, list(model.parameters())), strict=True))
+    found = invert(model, update, "unmix", truth=few)
+    assert found.metrics["cells"] == 1
+    assert {row["age"] for row in found.rows} == {f"{age:.0f}" for age in few.views[:, 0]}
+    assert "recovered, 100% of the cells right" in str(found)
+    assert found.rows[0]["education"] in (found._repr_html_() or "")
+    blind = invert(model, update, "tableak(iterations=2, restarts=1)", public=rows.public, labels=few.targets)
+    assert len(blind.rows) == 4
+
+
+@pytest.mark.parametrize("truth", [("--record-truth",), ()])
+def test_recorded_updates_of_rows_are_attacked(tmp_path: Path, truth: tuple[str, ...]) -> None:
+    seen, out = str(tmp_path / "seen"), str(tmp_path / "run")
+    train = ["train", "census", "--rounds", "1", "--defence", "none", "--set", "local=", "--set", "batch=4"]
+    record = ["--record", seen, "--record-client", "3", *truth, "--out", str(tmp_path / "training")]
+    assert CliRunner().invoke(app, [*train, *record], catch_exceptions=False).exit_code == 0
+    attack = ["audit", "census", "--observed", seen, "--attack", "unmix", "--defence", "none", "--no-control"]
+    more = ["--set", "client.batch=4", "--workers", "1", "--out", out]
+    assert CliRunner().invoke(app, [*attack, *more], catch_exceptions=False).exit_code == 0
+    (trial,) = load_run(Path(out)).trials
+    scores = [each.get("cells") for each in trial.records[0].get("per_image", ())]
+    assert scores == ([1.0] * 4 if truth else [])

@@ -357,7 +357,8 @@ def test_chances_without_auxiliary_data_and_without_a_gallery() -> None:
     truth = experiment.batch(experiment.examples(0, range(3)))
     found = recovered(truth.inputs, truth.targets)
     blind = score(dataclasses.replace(experiment, public=None), trials(experiment.config)[0], found, NAMED)
-    assert set(blind.records[0]["per_image"][0]["expected"]) == {"identified", "gallery", "exact", "public_exact"}
+    expected = blind.records[0]["per_image"][0]["expected"]
+    assert set(expected) == {"identified", "gallery", "aimed", "exact", "public_exact"}
     (verdict,) = verdicts([Row(0, blind)])
     assert [test.criterion for test in verdict.tests] == ["recovered almost exactly", "identified"]
     assert any("baseline of recovery is unknown" in reason for reason in verdict.reasons)

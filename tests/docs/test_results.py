@@ -7,8 +7,10 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 import pytest
+from benchmarks.table_recovery import markdown
 
 from gradveil.core.formatting import size
+from gradveil.metrics.statistics import wilson
 
 HERE = Path(__file__).parents[2]
 UPDATES = {"none": "raw", "dp(clip=20, sigma=1e-3)": "DP-SGD", "prune(0.99)": "pruned 0.99"}
@@ -194,3 +196,17 @@ def test_recovered_texts_are_those_of_the_records():
         keys = ("tokens", "recall") if "exact" in row else ("first_1", "first_10", "first_100")
         shares = " | ".join(names.get(row[key], f"{100 * row[key]:.1f}%") for key in keys)
         assert f"| {shares} |" in page
+
+
+def test_rows_of_tables_are_what_was_recorded():
+    page = (HERE / "docs/results.md").read_text("utf-8").partition("\n## Rows of tables\n")[2].partition("\n## ")[0]
+    assert [line for line in page.splitlines() if line.startswith("|")] == markdown(records("table-recovery.csv"))
+
+
+def test_no_recorded_rate_of_rows_exceeds_what_is_proven():
+    proven = [row for row in records("table-recovery.csv") if row["bound_one"]]
+    assert proven
+    for row in proven:
+        low, _ = wilson(int(row["identifiable"]), int(row["rows"]))
+        assert low <= float(row["bound_one"]) <= float(row["bound_training"])
+        assert float(row["epsilon_at_least"]) <= float(row["epsilon_one"])

@@ -118,6 +118,7 @@ LAWS = {
         ("svt(gamma=0.05, tau=0.01, fraction=0.3)", "svt(gamma=0.1, noise_var=5, replace=false, steps=2)"),
         identity=False,
     ),
+    "censor": Law(("censor(trials=3)", "censor(variant=published_code, trials=2)", "censor(trials=1)"), identity=False),
     "local-dp": Law(("local-dp(clip=0.3, epsilon=4)",)),
     "label-smoothing": Law(("label-smoothing(alpha=0.3)",)),
     "mixup": Law(("mixup(alpha=1)", "mixup(alpha=0.3)")),

@@ -17,9 +17,9 @@ from gradveil.audit.attack_selection import canonical
 from gradveil.audit.baselines import interval_of, risk_of
 from gradveil.audit.defence_costs import Costs, DefenceCost
 from gradveil.audit.error_bound import recovery_sentence
-from gradveil.audit.findings import findings_of
+from gradveil.audit.findings import Findings, findings_of
 from gradveil.audit.result_rows import Row
-from gradveil.audit.run_directory import Run
+from gradveil.audit.run_directory import Run, results_digest
 from gradveil.audit.threat_model import untried
 from gradveil.audit.verdict import LEVELS, Level, Verdict, eligible
 from gradveil.core.errors import fail
@@ -172,7 +172,7 @@ def assurance_of(
         tuple(_risks(verdict)),
         _formal(verdict, config, cost, audited),
         _utility(cost, verdict),
-        tuple(_not_examined(verdict, config, rows)),
+        (*_not_examined(verdict, config, rows), *_unfinished(result)),
         RENEWAL,
         _provenance(run),
     )
@@ -216,6 +216,7 @@ def _provenance(run: Run) -> dict[str, str]:
         "audited": str(info.get("created") or "")[:16].replace("T", " ") + " UTC",
         "settings (SHA-256)": str(info.get("config_hash") or "")[:16],
         "weights (SHA-256)": str(info.get("weights") or "")[:16],
+        "results (SHA-256)": results_digest(run)[:16],
         "software": f"gradveil {info.get('gradveil')}, torch {packages.get('torch', '?')}",
         "statement by": f"gradveil {__version__}",
         "machine": ", ".join(str(machine[key]) for key in ("cpu", "device") if machine.get(key)),
@@ -380,7 +381,7 @@ def _audited(defence: str, audited: Sequence[Mapping[str, Any]]) -> str:
     texts = [
         f"claimed {number(each['claimed'])} of each {each['unit']} for one update, the audit finds at least "
         f"{number(each['at_least'])} ({percent(each['confidence'])} confidence, delta {each['delta']:g}): "
-        f"{'VIOLATED' if each['violated'] else 'consistent'}"
+        f"{'VIOLATED' if each['violated'] or each['at_least'] > each['claimed'] else 'consistent'}"
         for each in mine
     ]
     return "; ".join(texts) or "not audited"
@@ -403,3 +404,11 @@ def _not_examined(verdict: Verdict, config: Mapping[str, Any], rows: Sequence[Ro
     yield f"more than {plural(verdict.setting.round + 1, 'round')} of updates from one client"
     if not verdict.undefended and verdict.best.info.get("recovery_bounds"):
         yield "the generator of deployed noise: the audit simulates it"
+
+
+def _unfinished(result: Findings) -> Iterator[str]:
+    """Name the trials that are missing: the strongest attack may be one of them."""
+    if result.undone:
+        yield f"{plural(result.undone, 'trial')} of this run that {'is' if result.undone == 1 else 'are'} not done"
+    if failed := [f"{row.attack} on {row.defence}" for row in result.broken if not row.is_control]:
+        yield f"{plural(len(failed), 'trial')} of this run that failed: {listing(dict.fromkeys(failed))}"

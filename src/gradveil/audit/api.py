@@ -44,12 +44,11 @@ from gradveil.audit.attack_selection import (
     aim,
     attacks_against,
     auto_budget,
-    is_adaptive,
     nothing_to_try,
     stands_for_many,
     without_aim,
 )
-from gradveil.audit.attackers.run_attackers import Decision, closed_forms, decide, every, quick, untried, widened
+from gradveil.audit.attackers.run_attackers import Decision, choice_of_texts, closed_forms, decide, untried, widened
 from gradveil.audit.audit_config import FIRST_SEARCH, RunConfig
 from gradveil.audit.audit_run import describe, run, title
 from gradveil.audit.defence_costs import Costs, DefenceCost, costs_of
@@ -85,7 +84,7 @@ from gradveil.federated.training_state import RoundResult, Status
 from gradveil.metrics import label_accuracy
 from gradveil.nn.models.hugging_face_text import INNER
 from gradveil.nn.module_paths import count_classes
-from gradveil.spaces import ImageSpace, TextSpace
+from gradveil.spaces import ImageSpace, TableSpace, TextSpace
 
 _ARGUMENTS = {"client[0].batch": "client_batch", "seeds[0]": "seed", "model.prepare": "prepare"}
 
@@ -236,7 +235,7 @@ def audit_model(
     problems = list(wrong_arguments(given))
     sound, title_of_model, done = not problems, type(model).__name__, []
     kind = "images" if space is None else space.words.kind
-    joins = quick if attacks is None else None
+    searches_first = attacks is None
     if attacks is None:
         attacks = [FIRST_SEARCH[kind]]
     whole = _spelled_out(attacks, defences, public is not None, kind)
@@ -272,9 +271,8 @@ def audit_model(
     config = resolve({**raw, "target_clients": target_clients}, names=False)
     experiment = Experiment(config, data, known, _copies(model), against, tried, loss, facts, tuple(done))
     experiment = unobstructed(experiment)
-    decisions = decide(experiment)
-    if any(isinstance(attack, str) and is_adaptive(attack) for attack in attacks):
-        joins = every
+    in_words = [attack for attack in attacks if isinstance(attack, str)]
+    decisions, joins = decide(experiment, in_words), choice_of_texts(in_words, searches_first)
     if joins is not None:
         experiment, decisions, _ = widened(experiment, decisions, joins)
     experiment = replace(experiment, cost=_trainings(config, model, data, known, against, loss))
@@ -465,7 +463,7 @@ class Inverted:
     """The outcome of an attack on one update. `print(found)` shows it in a few lines, a notebook with its pictures."""
 
     images: Tensor
-    """[B, C, H, W] the reconstructions as pixels in [0, 1]; of texts token numbers [B, T]."""
+    """[B, C, H, W] the reconstructions as pixels in [0, 1]; of texts token numbers [B, T], of rows cells [B, K]."""
     labels: Tensor
     """[B] class numbers: those that were given, or that the attack restored from the update."""
     objective: float
@@ -473,8 +471,8 @@ class Inverted:
     reconstruction: Reconstruction
     """All that the attack said: statuses, restarts, inputs in the model's own space."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
-    """Means of the scores: of images mse, psnr and ssim, of texts tokens in place, recall, exactness and ROUGE; with
-    true labels the label accuracy. Empty without a truth."""
+    """Means of the scores: of images mse, psnr and ssim, of texts tokens in place, recall, exactness and ROUGE, of rows
+    the right cells; with true labels the label accuracy. Empty without a truth."""
     restored: bool = False
     """Whether the attack restored the labels from the update, since none were given."""
     truth: Tensor | None = None
@@ -487,6 +485,16 @@ class Inverted:
     def texts(self) -> list[str]:
         """The reconstructions as texts; empty for other examples."""
         return [self.space.text(ids) for ids in self.images] if isinstance(self.space, TextSpace) else []
+
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        """The reconstructions as rows, with the cells by column; empty for other examples."""
+        return self.space.written(self.images) if isinstance(self.space, TableSpace) else []
+
+    @property
+    def lines(self) -> list[str]:
+        """Texts or rows, each as a line; empty for images."""
+        return self.texts or [", ".join(f"{name} {cell}" for name, cell in row.items()) for row in self.rows]
 
     @property
     def status(self) -> str:
@@ -505,6 +513,9 @@ class Inverted:
             shares = (f"{share} {self.metrics[share]:.0%}" for share in ("tokens", "exact"))
             passed = self.metrics["tokens"] >= TextSpace.threshold
             return f"{'' if passed else 'not '}recovered, {', '.join(shares)}"
+        if self.rows and "cells" in self.metrics:
+            share = self.metrics["cells"]
+            return f"{'' if share >= TableSpace.threshold else 'not '}recovered, {share:.0%} of the cells right"
         if "ssim" not in self.metrics:
             return "no truth to compare with"
         ssim, psnr = self.metrics["ssim"], self.metrics["psnr"]
@@ -514,11 +525,12 @@ class Inverted:
         """Render the outcome in a few lines."""
         count, *shape = self.images.shape
         labels = ", ".join(str(label) for label in self.labels.tolist()[:_FEW]) + (", …" if count > _FEW else "")
-        how = "restored from the update" if self.restored else "given, or found with the images"
+        how = "restored from the update" if self.restored else "given, or found with the examples"
         ended = f"objective {number(self.objective)} after {plural(self.iterations, 'iteration')} ({self.status})"
-        if self.texts:
-            shown = "\n".join(f"  {text}" for text in self.texts[:_FEW])
-            return f"{plural(count, 'text')}: {self.verdict}; {ended}.\n{shown}\nLabels: {labels} ({how})."
+        if self.lines:
+            shown = "\n".join(f"  {text}" for text in self.lines[:_FEW])
+            kind = "text" if self.texts else "row"
+            return f"{plural(count, kind)}: {self.verdict}; {ended}.\n{shown}\nLabels: {labels} ({how})."
         return (
             f"{plural(count, 'image')} of {' x '.join(map(str, shape))}: {self.verdict}; {ended}.\n"
             f"Labels: {labels} ({how}).\n"
@@ -528,7 +540,7 @@ class Inverted:
     def __repr__(self) -> str:
         """Name the outcome in a line."""
         shape = " x ".join(map(str, self.images.shape))
-        kind = "texts" if self.texts else "images"
+        kind = "texts" if self.texts else "rows" if self.rows else "images"
         return f"Inverted({kind} [{shape}], {self.verdict}, objective {number(self.objective)}, {self.status})"
 
     def _repr_html_(self) -> str | None:
@@ -564,7 +576,8 @@ def invert_update(
     """Attack one update of the caller's. `gradveil.invert` says what the arguments mean."""
     problems: list[Problem] = []
     texts = text_arguments(model, truth, public, tokenizer, length, where="truth")
-    attack = attack or ("ig" if texts is None else "span")
+    space = _space_of(truth, public) if texts is None else texts.space
+    attack = attack or _usual_attack(space)
     made = named("attack", [attack], lambda text: make_attack(text, own=True), problems)
     against = named("defence", [defence], lambda text: parse(text, own=True), problems)
     if texts is not None:
@@ -578,25 +591,28 @@ def invert_update(
         public = None if public is None else tensors_of(public, "public", None, mean, std)
     loss = loss or usual_loss(model)
     given = None if labels is None else torch.as_tensor(labels, dtype=torch.long)
-    if shape is None:
+    if space is not None:
+        shape = cast("Any", space.shape)
+    elif shape is None:
         shape = (
             getattr(model, "input_shape", None) if true_inputs is None else cast("Any", tuple(true_inputs.shape[1:]))
         )
     if examples is None:
         examples = next((len(known) for known in (given, true_inputs) if known is not None), 1)
-    problems += _wrong(model, update, given, true_inputs, true_labels, shape, examples, 3 if texts is None else 1)
+    problems += _wrong(model, update, given, true_inputs, true_labels, shape, examples, 3 if space is None else 1)
     refuse(problems)
     assert shape is not None
     (chosen,), (protection,) = made.values(), against.values()
     chosen, restored = (chosen, False) if given is not None else _without_labels(chosen)
     like = next(iter(update.values()))
-    blank = torch.zeros(examples, *shape, dtype=like.dtype if texts is None else torch.long)
+    words = space is not None and "tokens" in space.offers
+    blank = torch.zeros(examples, *shape, dtype=torch.long if words else like.dtype)
     try_on = (blank, torch.zeros(examples, dtype=torch.long))
     model, _, changed = prepared(model, try_on, loss, prepare)
     refuse(changed or model_problems(model, try_on, loss, examples, prepare))
     classes = count_classes(model, blank[:1])
     (centre, scale), _ = pixel_statistics(bounds, mean, std)
-    space = ImageSpace(shape, centre, scale) if texts is None else texts.space
+    space = space or ImageSpace(shape, centre, scale)
     client = protection(Client(model, loss, local=local, domain=Domain(space, classes)), Key(seed))
     refuse(list(_misfits(client, update)))
     simulated = client if chosen.simulated_client == "full" else client.undefended_update()
@@ -615,6 +631,17 @@ def invert_update(
     labels_of = found.targets[0].detach()
     views = None if true_inputs is None else space.view(true_inputs.detach().cpu())
     return Inverted(images, labels_of, float(found.objective[0]), found, metrics, restored, views, as_html, space)
+
+
+def _space_of(*given: Any) -> Space | None:
+    """Return what the examples of the first data set are that knows, such as rows of a table."""
+    return next((each.example for each in given if isinstance(each, Dataset) and each.example is not None), None)
+
+
+def _usual_attack(space: Space | None) -> str:
+    if space is None or space.pictured:
+        return "ig"
+    return "tableak" if "columns" in space.offers else "span"
 
 
 def _named_as(wrapped: nn.Module, given: nn.Module, update: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

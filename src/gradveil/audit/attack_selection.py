@@ -237,11 +237,6 @@ def auto_budget(attacks: Iterable[str], iterations: int | None) -> str | None:
     return AUTO if any(stands_for_many(text) or open_ended(text, iterations) for text in attacks) else None
 
 
-def is_adaptive(text: str) -> bool:
-    """Whether a text stands for the attackers of each defence who change nothing."""
-    return text.strip().lower() == ADAPTIVE
-
-
 def stands_for_many(text: str) -> bool:
     """Whether a text stands for attackers of each defence: `adaptive`, `malicious`."""
     return _word(text) in _AIMED

@@ -6,6 +6,7 @@ object a target client) and `images.safetensors` (truths and reconstructions, wh
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ from gradveil.runs.run_folder import (
     StoredRun,
     checked,
     children,
+    digest,
     noting,
     remove,
 )
@@ -422,6 +424,22 @@ def load_run(path: Path | str) -> Run:
             trials += [read_trial(found[name], info)] if name in found else []
     refuse(problems)
     return Run(info, trials, folder)
+
+
+def has_own_settings(info: Mapping[str, Any]) -> bool:
+    """Return whether the settings of `run.json` are those that its trials were made with, by their digest."""
+    left_out = {*info["growing"], *FREE}
+    settings = digest({key: value for key, value in info["config"].items() if key not in left_out})
+    return info["config_hash"] == (digest([settings, info["weights"]]) if info["weights"] else settings)
+
+
+def results_digest(run: Run) -> str:
+    """Hash facts and records of a run's trials as they lie on disk, so that a later change of one can be seen."""
+    files = [trial.path / name for trial in run.trials if trial.path is not None for name in (TRIAL, RECORDS)]
+    whole = hashlib.sha256()
+    for file in files:
+        whole.update(hashlib.sha256(file.read_bytes()).digest())
+    return whole.hexdigest() if files else ""
 
 
 def keeps_images(info: Mapping[str, Any]) -> bool:

@@ -251,8 +251,11 @@ class DefendedGradient:
             shown = Batch(examples.inputs.to(batch.inputs.dtype), examples.targets)
             return mean_gradient(objective, trained, frozen, shown, switched_off(objective.model, shown.inputs))
 
+        def loss(at: Tensors) -> Tensor:
+            return objective.value({**at, **frozen}, batch, inner)
+
         public = Public(self.domain, of_public, batch.inputs.shape[0]) if self.domain else None
-        return Context(params, batch, inner, gradient, features, sensitivity, messages or {}, public)
+        return Context(params, batch, inner, gradient, features, sensitivity, messages or {}, public, loss=loss)
 
     def _single(self) -> Objective:
         """Return the objective with no buffer in half precision."""

@@ -121,6 +121,8 @@ class Context:
     """Divisor of sums over the batch under Poisson sampling; None for the number of examples."""
     included: Tensor | None = None
     """[B] 1 for the examples that Poisson sampling chose, 0 for the others; None if all are used."""
+    loss: Callable[[Tensors], Tensor] | None = None
+    """(trained parameters) -> the client's mean loss on its batch."""
 
     @property
     def divisor(self) -> int:

@@ -21,6 +21,7 @@ from gradveil.defences.entry import DefenceEntry, Slot
 from gradveil.defences.feature_hiding import HIDING
 from gradveil.defences.model_defences import MODEL_DEFENCES
 from gradveil.defences.optimal import INFORMED
+from gradveil.defences.orthogonal import ORTHOGONAL
 from gradveil.defences.pruning import PRUNING
 from gradveil.defences.standin import STANDIN
 from gradveil.defences.user_defence import own_defence
@@ -43,6 +44,7 @@ _ENTRIES = (
     *ALIGNED,
     *COMPRESSING,
     *STANDIN,
+    *ORTHOGONAL,
     *INFORMED,
     *HIDING,
     *FILTERS,

@@ -29,13 +29,15 @@ Trait = Literal[
     "drops units",
     "draws features",
     "locks",
+    "turns gradients",
 ]
 """What a defence does that decides which attacks are tried on it: the rows of `gradveil.audit.attackers` ask for these.
 
 The first two follow from the slots it fills. The others: it sends zeros, which show their places; zeros in place of the
 smallest, so that what was sent bounds the rest; zeros in place of the largest too; values rounded to known levels;
 noise of a known covariance; inputs mixed with others; inputs behind known transforms; units dropped at random; features
-drawn in a bottleneck; or layers scaled by a key that each client keeps."""
+drawn in a bottleneck; layers scaled by a key that each client keeps;
+or gradients turned by a right angle, whose norms remain."""
 
 PRUNED: tuple[Trait, ...] = ("zeros entries",)
 ORDERED: tuple[Trait, ...] = (*PRUNED, "zeros by size")

@@ -37,7 +37,7 @@ def data_dependent(stage: Transform, client: Client, batch: Batch) -> bool:
     results: list[Tensors] = []
     for other in _different(batch):
         context = Context(
-            sent, other, gradient=ask, features=ask, sensitivity=ask, public=public_of(client, batch, update)
+            sent, other, gradient=ask, features=ask, sensitivity=ask, loss=ask, public=public_of(client, batch, update)
         )
         try:
             results.append(stage.apply(update, stage.init(sent), noise, context)[0])
@@ -86,7 +86,7 @@ def noise_is_shared(stage: Transform, client: Client, batch: Batch) -> bool:
 
     sent = sent_by(client)
     public, nothing = public_of(client, batch, sent), tmap(torch.zeros_like, sent)
-    context = Context(sent, _different(batch)[0], gradient=ask, features=ask, sensitivity=ask, public=public)
+    context = Context(sent, _different(batch)[0], gradient=ask, features=ask, sensitivity=ask, loss=ask, public=public)
     try:
         keys, device = [Key(0, (Stream.CLIENT, number)) for number in range(2)], batch.inputs.device
         added = [

@@ -69,7 +69,9 @@ def _added(stage: Additive, client: Client, batch: Batch, entry: float, draws: i
     """Return the noise added to an update of equal entries: at most `draws` draws [K, *shape] per parameter."""
     sent = sent_by(client)
     update = {name: torch.full_like(value, entry) for name, value in sent.items()}
-    context = Context(sent, batch, gradient=ask, features=ask, sensitivity=ask, public=public_of(client, batch, update))
+    context = Context(
+        sent, batch, gradient=ask, features=ask, sensitivity=ask, loss=ask, public=public_of(client, batch, update)
+    )
     spec = stage.noise(sent) | stage.directions(batch)
     count = min(draws, max(_DRAWS[0], _ENTRIES // sum(value.numel() for value in sent.values())))
     rows: list[Tensors] = []
@@ -190,7 +192,7 @@ def _try_stage(where: str, stage: Transform, client: Client, batch: Batch) -> It
 
     def apply(update: Tensors, noise: Tensors) -> Tensors:
         public = public_of(client, batch, update)
-        context = Context(sent, batch, {}, ask, ask, ask, messages, public)
+        context = Context(sent, batch, {}, ask, ask, ask, messages, public, loss=ask)
         after: Any = stage.apply(update, dict(state), noise, context)
         pair = cast(tuple[Any, ...], after) if isinstance(after, tuple) else ()
         if len(pair) != 2:

@@ -326,7 +326,8 @@ def _truth_problems(truth: Mapping[str, Tensor], facts: Facts) -> list[str]:
     if truth.keys() != {"inputs", "targets"}:
         return [f"holds {', '.join(map(_shown, truth))}, not inputs and targets"]
     inputs, targets = truth["inputs"], truth["targets"]
-    problems = [] if inputs.ndim == 4 and inputs.is_floating_point() else [f"has inputs {inputs.dtype} {inputs.shape}"]
+    pictures, others = inputs.ndim == 4 and inputs.is_floating_point(), inputs.ndim == 2  # rows, or numbers of tokens
+    problems = [] if pictures or others else [f"has inputs {inputs.dtype} {inputs.shape}"]
     if inputs.ndim and (len(inputs) != facts.examples or tuple(targets.shape) != (len(inputs),)):
         problems.append(f"has {len(inputs)} inputs, targets {tuple(targets.shape)}, and {facts.examples} examples")
     return problems

@@ -12,7 +12,7 @@ from typing import Any
 
 from gradveil.assurance.statement import Assurance, assurance_of
 from gradveil.audit.defence_costs import joined
-from gradveil.audit.run_directory import load_run
+from gradveil.audit.run_directory import has_own_settings, load_run
 from gradveil.core.errors import fail
 from gradveil.core.formatting import interval
 from gradveil.core.private_files import write_private
@@ -42,6 +42,9 @@ def write_assurance(
     """
     folder = Path(run_dir)
     run = load_run(folder)
+    if not has_own_settings(run.info):
+        remedy = "restore the file, or make the audit again in another folder"
+        raise fail(str(folder / "run.json"), "has other settings than those that its trials were made with", remedy)
     costs = joined([run], [load_training(each) for each in trainings])[0] if trainings else None
     statement = assurance_of(run, defence, costs, audited)
     place = folder if out is None else Path(out)

@@ -38,8 +38,8 @@ def result_html(result: Result) -> str:
 def inverted_html(found: Inverted) -> str:
     """Show an inverted update: the outcome, and the truth, where it is known, above the reconstruction."""
     outcome, *more = str(found).splitlines()[:-1]
-    if found.texts:
-        return f"<div><p><b>{escape(outcome)}</b></p><p>{'<br>'.join(map(escape, found.texts[:SHOWN]))}</p></div>"
+    if found.lines:
+        return f"<div><p><b>{escape(outcome)}</b></p><p>{'<br>'.join(map(escape, found.lines[:SHOWN]))}</p></div>"
     strips = [] if found.truth is None else [("private image", found.truth)]
     pictures = _pictures([*strips, ("reconstruction", _in_order(found))])
     return f"<div><p><b>{escape(outcome)}</b></p>{pictures}<small>{escape(' '.join(more))}</small></div>"

@@ -142,6 +142,17 @@ class TableSpace(Space):
             cells.append((value.round() if column.whole else value) + 0.0)  # no negative zeros
         return torch.stack(cells, -1)
 
+    def written(self, views: Tensor) -> list[dict[str, str]]:
+        """Write rows [N, K], the cells by their columns.
+
+        >>> TableSpace((TableColumn("sex", ("female", "male")),)).written(torch.tensor([[1.0]]))
+        [{'sex': 'male'}]
+        """
+        return [
+            {column.name: column.words(cell) for column, cell in zip(self.columns, row, strict=True)}
+            for row in views.tolist()
+        ]
+
     def relaxed(self, variables: Tensor) -> Tensor:
         """Turn free variables into inputs: a sigmoid between the bounds of numbers, a softmax over levels.
 

@@ -81,6 +81,20 @@ def sapag(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Te
     return _total(parts)
 
 
+def right_angles(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
+    """Mean over the layers of (1 - ratio of lengths)^2 and the squared cosine: zero at equal lengths and right angles.
+
+    It compares gradients with what a client sends at a right angle to them.
+    """
+    parts: list[Tensor] = []
+    for name, value in observed.items():
+        own, sent = simulated[name].flatten(1), value.flatten(1)
+        length = sent.square().sum(1).sqrt().clamp_min(1e-20)
+        parts.append((1 - root(own.square().sum(1)) / length).square())
+        parts.append((1 - cosine({"": own}, {"": sent})).square())
+    return _total(parts) / len(observed)
+
+
 OBJECTIVES: dict[str, Distance] = {
     "l2": l2,
     "l2-and-norm": l2_and_norm,
@@ -89,6 +103,7 @@ OBJECTIVES: dict[str, Distance] = {
     "layerwise-cosine": layerwise_cosine,
     "tokenwise-cosine": tokenwise_cosine,
     "sapag": sapag,
+    "right-angles": right_angles,
 }
 """The distances by their names in presets and run files."""
 

@@ -185,9 +185,10 @@ def _unreadable(defence: str) -> Iterator[Problem]:
 def observed_images(config: RunConfig, data_dir: Path | None, observed: Observed) -> tuple[Dataset | None, Dataset]:
     """Return the public examples, where there are any, and the target clients', in the records' order.
 
-    Where the truth was not recorded random images stand in: they say the shapes, and nothing is compared with them.
+    Where the truth was not recorded random images stand in, or public rows or texts: they say the shapes, and nothing
+    is compared with them.
     """
-    data, public = config.data, None
+    data, public, kind = config.data, None, None
     if data.name == UNSEEN:
         shape, classes = _unseen(config)
         mean, std = tuple(data.mean or (0.0,)), tuple(data.std or (1.0,))
@@ -195,20 +196,25 @@ def observed_images(config: RunConfig, data_dir: Path | None, observed: Observed
         splits = open_images(data, data_dir, 1)
         public, like = splits.public, splits.private
         shape, classes, mean, std = tuple(like.inputs.shape[1:]), like.classes, like.mean, like.std
+        kind = like.example
     size = config.client[0].examples
     truths = [record.truth for record in observed.records if record.truth is not None]
     if observed.scored:
         refuse(list(_other_images(observed.records, shape, size)))
-        inputs = torch.cat([truth.inputs.float() for truth in truths])
+        inputs = torch.cat([truth.inputs for truth in truths])
+        inputs = inputs.float() if inputs.is_floating_point() else inputs.long()
         targets = torch.cat([truth.targets for truth in truths]).long()
         try:
-            return public, Dataset("recorded truth", inputs, targets, classes, mean, std)
+            return public, Dataset("recorded truth", inputs, targets, classes, mean, std, example=kind)
         except GradveilError as error:
             raise GradveilError(
                 Problem(f"recorded truth: {p.where}", p.what, f"say data.mean and data.std; {p.remedy}")
                 for p in error.problems
             ) from error
     count = len(observed.records) * size
+    if kind is not None and public is not None:
+        stand_ins = public.inputs[torch.arange(count) % len(public)]
+        return public, Dataset(UNSEEN, stand_ins, torch.arange(count) % len(classes), classes, example=kind)
     pixels = torch.rand((count, *shape), generator=Key(0, (Stream.PLACEHOLDERS,)).generator())
     centre, scale = (torch.tensor(values).reshape(-1, 1, 1) for values in (mean, std))
     stand_ins = Dataset(UNSEEN, (pixels - centre) / scale, torch.arange(count) % len(classes), classes, mean, std)
@@ -240,7 +246,7 @@ def _other_images(records: Sequence[Recorded], shape: Sequence[int], size: int) 
             yield Problem(where, what, "correct data.name, data.size and data.channels")
         if len(record.truth.targets) != size:
             what = f"are {len(record.truth.targets)} examples, the run says {size}"
-            yield Problem(where, what, "leave client.batch out: the records say it")
+            yield Problem(where, what, f"leave client.batch out, or set it to {len(record.truth.targets)}")
 
 
 @dataclass(frozen=True)
