@@ -19,7 +19,7 @@ from torch import Tensor
 from gradveil.attacks.knowledge import How, Knowledge, Known
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, Remark, in_closed_form
 from gradveil.attacks.sequences.sentence_search import MEMBER as SECOND_MEMBER
-from gradveil.attacks.sequences.sentence_search import LogPrior, Sentence, SentenceSearch
+from gradveil.attacks.sequences.sentence_search import LogPrior, Sentence, SentenceSearch, distinct
 from gradveil.attacks.sequences.token_answers import padded, text_space, token_problems, token_targets
 from gradveil.attacks.sequences.token_candidates import Candidates, rank_words
 from gradveil.attacks.sequences.token_companions import TokenCompanions
@@ -68,8 +68,6 @@ _SUBTRACTED = 3
 """Rounding after a subtraction, relative to that of the update."""
 _DUST = 1e-4
 """Share of an embedding's row below which the rest of a subtraction is rounding."""
-_DIFFERENT = 0.3
-"""Share of tokens in which two ranked sentences of a batch must differ."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +275,7 @@ class _Client:
                 better = [search.improved(one) for one in tried[: 2 * left]] if left <= _MANY else tried
                 proved = [one for one in better if one.proved]
                 if not proved:
-                    found += _distinct(sorted(better, key=lambda one: one.cost), left)
+                    found += distinct(sorted(better, key=lambda one: one.cost), left)
                     # A completed gradient has few directions, but not exactly those of the words.
                     return found or (self._ranked(first) if self.attack.ranked else [])
             level = 0 if proved else level + 1
@@ -290,7 +288,7 @@ class _Client:
                     first, peeled = smaller, peeled + 1
             if proved and left and not peeled:
                 # Causal searches find all at once. Else a defence scaled the update: take what the spans alone prove.
-                found += _distinct([one for one in tried if one not in proved], left)
+                found += distinct([one for one in tried if one not in proved], left)
                 break
         return found
 
@@ -360,7 +358,7 @@ class _Client:
         listed = self._with_marks(listed, span)
         search = self._searching(listed, examples, _RANKED, self.prior)
         if self.layout.causal:
-            tried = _distinct(search.run(_RANKED * length), examples)
+            tried = distinct(search.run(_RANKED * length), examples)
             return [search.improved(one) for one in tried]
         # Prefixes say little of the second layer: the first layer and the prior propose one sentence per length.
         lengths: dict[int, list[Sentence]] = {}
@@ -374,7 +372,7 @@ class _Client:
             return len(one.words) * (one.cost - usual) / (len(one.words) + _SHRUNK)
 
         best = sorted(proposed, key=cost)[: _IMPROVED * examples]
-        return _distinct(sorted(map(search.improved, best), key=cost), examples)
+        return distinct(sorted(map(search.improved, best), key=cost), examples)
 
     @torch.no_grad()
     def _with_marks(self, listed: Candidates, span: TokenSpan) -> Candidates:
@@ -468,18 +466,3 @@ def _rounding(left: Sequence[Tensor], before: Sequence[Tensor], tolerance: float
 
 _SAME = 0.01
 """Relative difference below which an entry of the bias holds the share of one text."""
-
-
-def _distinct(sentences: Sequence[Sentence], count: int) -> list[Sentence]:
-    """Return the best sentences that differ from each other in at least 30% of the tokens; fill up with others."""
-    kept: list[Sentence] = []
-    for one in sentences:
-        if len(kept) < count and all(_difference(one.words, other.words) >= _DIFFERENT for other in kept):
-            kept.append(one)
-    return [*kept, *(one for one in sentences if all(one is not other for other in kept))][:count]
-
-
-def _difference(one: Tensor, other: Tensor) -> float:
-    shorter = min(len(one), len(other))
-    same = int((one[:shorter] == other[:shorter]).sum())
-    return 1 - same / max(len(one), len(other))
