@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradveil.attacks.knowledge import How, Knowledge
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, Remark, in_closed_form
-from gradveil.attacks.sequences.span_attack import padded, text_space, token_problems, token_targets
+from gradveil.attacks.sequences.token_answers import padded, text_space, token_problems, token_targets
 from gradveil.attacks.sequences.word_rows import WordRows, word_rows
 from gradveil.client import Client
 from gradveil.core.errors import Problem

@@ -29,6 +29,8 @@ _USUAL = 0.8
 """Quantile of the second layer's residuals among proposed sentences that stands for a wrong word."""
 _AT_ONCE = 1024
 """Sequences in one forward pass."""
+_DIFFERENT = 0.3
+"""Share of tokens in which two ranked sentences of a batch must differ."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,3 +186,18 @@ class SentenceSearch:
     def _finished(self, beam: _Beam) -> list[Sentence]:
         proved = (beam.second.amax(1) < MEMBER) & self._tests
         return [Sentence(*one) for one in zip(beam.ids.unbind(), beam.costs.tolist(), proved.tolist(), strict=True)]
+
+
+def distinct(sentences: Sequence[Sentence], count: int) -> list[Sentence]:
+    """Return the best sentences that differ from each other in at least 30% of the tokens; fill up with others."""
+    kept: list[Sentence] = []
+    for one in sentences:
+        if len(kept) < count and all(_difference(one.words, other.words) >= _DIFFERENT for other in kept):
+            kept.append(one)
+    return [*kept, *(one for one in sentences if all(one is not other for other in kept))][:count]
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    shorter = min(len(one), len(other))
+    same = int((one[:shorter] == other[:shorter]).sum())
+    return 1 - same / max(len(one), len(other))

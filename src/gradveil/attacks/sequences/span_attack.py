@@ -20,7 +20,8 @@ from gradveil.attacks.knowledge import How, Knowledge, Known
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, Remark, in_closed_form
 from gradveil.attacks.sequences.adapter_span import adapter_span
 from gradveil.attacks.sequences.sentence_search import MEMBER as SECOND_MEMBER
-from gradveil.attacks.sequences.sentence_search import LogPrior, Sentence, SentenceSearch
+from gradveil.attacks.sequences.sentence_search import LogPrior, Sentence, SentenceSearch, distinct
+from gradveil.attacks.sequences.token_answers import padded, text_space, token_problems, token_targets
 from gradveil.attacks.sequences.token_candidates import Candidates, rank_words
 from gradveil.attacks.sequences.token_companions import TokenCompanions
 from gradveil.attacks.sequences.token_span import TOLERANCE, TokenSpan, is_pruned, token_span
@@ -34,7 +35,6 @@ from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
 from gradveil.gradients.objective import mean_gradient
 from gradveil.nn.lora import adapters
-from gradveil.nn.module_paths import call_on, last_layer
 from gradveil.nn.token_layout import TokenModel
 from gradveil.spaces.text_space import TextSpace
 
@@ -70,8 +70,6 @@ _SUBTRACTED = 3
 """Rounding after a subtraction, relative to that of the update."""
 _DUST = 1e-4
 """Share of an embedding's row below which the rest of a subtraction is rounding."""
-_DIFFERENT = 0.3
-"""Share of tokens in which two ranked sentences of a batch must differ."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +279,7 @@ class _Client:
                 better = [search.improved(one) for one in tried[: 2 * left]] if left <= _MANY else tried
                 proved = [one for one in better if one.proved]
                 if not proved:
-                    found += _distinct(sorted(better, key=lambda one: one.cost), left)
+                    found += distinct(sorted(better, key=lambda one: one.cost), left)
                     # A completed gradient has few directions, but not exactly those of the words.
                     return found or (self._ranked(first) if self.attack.ranked else [])
             level = 0 if proved else level + 1
@@ -294,7 +292,7 @@ class _Client:
                     first, peeled = smaller, peeled + 1
             if proved and left and not peeled:
                 # Causal searches find all at once. Else a defence scaled the update: take what the spans alone prove.
-                found += _distinct([one for one in tried if one not in proved], left)
+                found += distinct([one for one in tried if one not in proved], left)
                 break
         return found
 
@@ -368,7 +366,7 @@ class _Client:
         listed = self._with_marks(listed, span)
         search = self._searching(listed, examples, _RANKED, self.prior)
         if self.layout.causal:
-            tried = _distinct(search.run(_RANKED * length), examples)
+            tried = distinct(search.run(_RANKED * length), examples)
             return [search.improved(one) for one in tried]
         # Prefixes say little of the second layer: the first layer and the prior propose one sentence per length.
         lengths: dict[int, list[Sentence]] = {}
@@ -382,7 +380,7 @@ class _Client:
             return len(one.words) * (one.cost - usual) / (len(one.words) + _SHRUNK)
 
         best = sorted(proposed, key=cost)[: _IMPROVED * examples]
-        return _distinct(sorted(map(search.improved, best), key=cost), examples)
+        return distinct(sorted(map(search.improved, best), key=cost), examples)
 
     @torch.no_grad()
     def _with_marks(self, listed: Candidates, span: TokenSpan) -> Candidates:
@@ -476,65 +474,3 @@ def _rounding(left: Sequence[Tensor], before: Sequence[Tensor], tolerance: float
 
 _SAME = 0.01
 """Relative difference below which an entry of the bias holds the share of one text."""
-
-
-def token_problems(client: Client, name: str) -> Iterator[Problem]:
-    """Refuse models whose first layers are not known."""
-    if not isinstance(client.model, TokenModel):
-        what = f"reads texts from the first layers of a language model, and {type(client.model).__name__} is none"
-        remedy = "choose small-encoder or small-decoder, or wrap a model of transformers in HuggingFaceText"
-        yield Problem(f"attack.{name}", what, remedy)
-
-
-def text_space(knowledge: Knowledge) -> TextSpace:
-    """Return the space of the texts; refuse other kinds."""
-    if not isinstance(knowledge.space, TextSpace):
-        what = f"recovers texts, and the examples are {knowledge.space.words.plural}"
-        raise fail("attack", what, "choose an attack for this kind of examples")
-    return knowledge.space
-
-
-def padded(texts: Sequence[Tensor], count: int, space: TextSpace) -> Tensor:
-    """Return texts as token numbers [count, T]: cut and padded, missing ones all padding."""
-    table = torch.full((count, space.shape[0]), space.padding, dtype=torch.long)
-    for row, words in zip(table, texts, strict=False):
-        row[: len(words)] = words[: len(row)]
-    return table
-
-
-def _distinct(sentences: Sequence[Sentence], count: int) -> list[Sentence]:
-    """Return the best sentences that differ from each other in at least 30% of the tokens; fill up with others."""
-    kept: list[Sentence] = []
-    for one in sentences:
-        if len(kept) < count and all(_difference(one.words, other.words) >= _DIFFERENT for other in kept):
-            kept.append(one)
-    return [*kept, *(one for one in sentences if all(one is not other for other in kept))][:count]
-
-
-def _difference(one: Tensor, other: Tensor) -> float:
-    shorter = min(len(one), len(other))
-    same = int((one[:shorter] == other[:shorter]).sum())
-    return 1 - same / max(len(one), len(other))
-
-
-def token_targets(seen: Observation, client: Client, knowledge: Knowledge, inputs: Tensor) -> Tensor:
-    """Return the granted labels, or those that the last bias proves for the recovered texts.
-
-    The bias's gradient of class c is mean(p_c) - n_c / B, and the model computes p for the texts.
-    """
-    if knowledge.targets is not None:
-        return knowledge.targets
-    target_clients, examples = inputs.shape[:2]
-    zeros = torch.zeros(target_clients, examples, dtype=torch.long)
-    model = client.model
-    bias = seen.update.get(f"{last_layer(model)}.bias")
-    if not isinstance(model, TokenModel) or model.layout.predicts_words or bias is None:
-        return zeros
-    with torch.no_grad():
-        outputs = torch.stack([call_on(model, {**seen.params, **client.objective.buffers()}, x) for x in inputs])
-    counts = examples * (outputs.softmax(-1).mean(1) - bias)
-    for row, wanted in zip(zeros, counts, strict=True):
-        for place in range(examples):
-            row[place] = wanted.argmax()
-            wanted[row[place]] -= 1
-    return zeros.sort(1).values

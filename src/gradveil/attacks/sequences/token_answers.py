@@ -1,0 +1,63 @@
+"""What attacks on texts share: the models they suit, padded texts as an answer, and its labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.knowledge import Knowledge
+from gradveil.attacks.protocol import Observation
+from gradveil.client import Client
+from gradveil.core.errors import Problem, fail
+from gradveil.nn.module_paths import call_on, last_layer
+from gradveil.nn.token_layout import TokenModel
+from gradveil.spaces.text_space import TextSpace
+
+
+def token_problems(client: Client, name: str) -> Iterator[Problem]:
+    """Refuse models whose first layers are not known."""
+    if not isinstance(client.model, TokenModel):
+        what = f"reads texts from the first layers of a language model, and {type(client.model).__name__} is none"
+        remedy = "choose small-encoder or small-decoder, or wrap a model of transformers in HuggingFaceText"
+        yield Problem(f"attack.{name}", what, remedy)
+
+
+def text_space(knowledge: Knowledge) -> TextSpace:
+    """Return the space of the texts; refuse other kinds."""
+    if not isinstance(knowledge.space, TextSpace):
+        what = f"recovers texts, and the examples are {knowledge.space.words.plural}"
+        raise fail("attack", what, "choose an attack for this kind of examples")
+    return knowledge.space
+
+
+def padded(texts: Sequence[Tensor], count: int, space: TextSpace) -> Tensor:
+    """Return texts as token numbers [count, T]: cut and padded, missing ones all padding."""
+    table = torch.full((count, space.shape[0]), space.padding, dtype=torch.long)
+    for row, words in zip(table, texts, strict=False):
+        row[: len(words)] = words[: len(row)]
+    return table
+
+
+def token_targets(seen: Observation, client: Client, knowledge: Knowledge, inputs: Tensor) -> Tensor:
+    """Return the granted labels, or those that the last bias proves for the recovered texts.
+
+    The bias's gradient of class c is mean(p_c) - n_c / B, and the model computes p for the texts.
+    """
+    if knowledge.targets is not None:
+        return knowledge.targets
+    target_clients, examples = inputs.shape[:2]
+    zeros = torch.zeros(target_clients, examples, dtype=torch.long)
+    model = client.model
+    bias = seen.update.get(f"{last_layer(model)}.bias")
+    if not isinstance(model, TokenModel) or model.layout.predicts_words or bias is None:
+        return zeros
+    with torch.no_grad():
+        outputs = torch.stack([call_on(model, {**seen.params, **client.objective.buffers()}, x) for x in inputs])
+    counts = examples * (outputs.softmax(-1).mean(1) - bias)
+    for row, wanted in zip(zeros, counts, strict=True):
+        for place in range(examples):
+            row[place] = wanted.argmax()
+            wanted[row[place]] -= 1
+    return zeros.sort(1).values
