@@ -5,7 +5,9 @@
     python benchmarks/text_recovery.py --model decoder --batch 8 --sentences 56
     python benchmarks/text_recovery.py --defence noise=0.1 --no-rows --ranks
 
-`--defence` changes the gradient tensor by tensor: noise of a relative l2 size, the share that is kept, or signs.
+`--defence` changes the gradient tensor by tensor: noise of a relative l2 size, the share that is kept, dual pruning of
+the largest and smallest shares, or signs. `--record FILE` appends each row when it is done, and skips those that are in
+the file: an interrupted series goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -80,6 +82,11 @@ def defended(update: dict[str, Tensor], defence: str, generator: torch.Generator
             count = max(1, int(float(number) * value.numel()))
             least = value.abs().flatten().topk(count).values[-1]
             value = torch.where(value.abs() >= least, value, 0.0)
+        elif kind == "dgp":
+            largest, smallest = map(float, number.split(","))
+            sizes = value.abs().flatten().sort().values
+            low, high = (sizes[int(share * (len(sizes) - 1))] for share in (smallest, 1 - largest))
+            value = torch.where((value.abs() >= low) & (value.abs() <= high), value, 0.0)
         elif kind == "sign":
             value = value.sign()
         changed[name] = value
@@ -109,7 +116,8 @@ def measured(model: TokenModel, space: TextSpace, public: Tensor, batches: list[
     attack = SpanAttack(ranked=True, rows=options.rows)
     generator, scores, seconds, places = torch.Generator().manual_seed(0), [], [], []
     for batch in batches:
-        update = defended(gradient(model, batch, only), options.defence, generator)
+        update = defended(gradient(model.train(), batch, only), options.defence, generator)
+        model.eval()  # the attacker does not draw dropout
         if options.ranks:
             places += ranks(model, update, batch.inputs)
             continue
@@ -134,6 +142,16 @@ def measured(model: TokenModel, space: TextSpace, public: Tensor, batches: list[
     }
 
 
+def recorded(options: argparse.Namespace, size: int) -> bool:
+    """Report whether the file holds a row of these settings with as many sentences, or ranks."""
+    rows = [json.loads(line) for line in options.record.read_text().splitlines()] if options.record.exists() else []
+    wanted = {name: getattr(options, name) for name in ("model", "defence", "rows", "dropout")}
+    wanted |= {"data": options.name, "batch": size}
+    same = [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+    count = options.sentences // size * size
+    return any("first_1" in row if options.ranks else row.get("sentences", 0) >= count for row in same)
+
+
 def main() -> None:
     """Print one JSON object per batch size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -143,10 +161,11 @@ def main() -> None:
     parser.add_argument("--name", default="movie-reviews")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--sentences", type=int, default=16)
-    parser.add_argument("--defence", default="none", help="none, noise=0.1, keep=0.5, sign")
+    parser.add_argument("--defence", default="none", help="none, noise=0.1, keep=0.5, dgp=0.05,0.75, sign")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--no-rows", dest="rows", action="store_false", help="embeddings are frozen: attention alone")
     parser.add_argument("--ranks", action="store_true", help="ranks of the first layer instead of sentences")
+    parser.add_argument("--record", type=Path, help="file of rows to go on with")
     options = parser.parse_args()
     from tokenizers import Tokenizer
 
@@ -168,10 +187,16 @@ def main() -> None:
     model = decoder(len(vocabulary)) if options.model == "decoder" else minilm(folder, options.dropout)
     for size in options.batch:
         count = len(ids) // size
+        if options.record and recorded(options, size):
+            continue
         batches = [Batch(ids[i * size : (i + 1) * size], labels[i * size : (i + 1) * size]) for i in range(count)]
         setting = {"model": options.model, "data": options.name, "batch": size, "defence": options.defence}
         setting |= {"rows": options.rows, "dropout": options.dropout}
-        print(json.dumps({**setting, **measured(model, space, public, batches, options)}), flush=True)
+        row = json.dumps({**setting, **measured(model, space, public, batches, options)})
+        print(row, flush=True)
+        if options.record:
+            with options.record.open("a") as file:
+                file.write(row + "\n")
 
 
 if __name__ == "__main__":

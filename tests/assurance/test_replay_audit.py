@@ -48,6 +48,18 @@ def test_honest_client_is_consistent(defence: str, client: Client) -> None:
     assert str(found).endswith("consistent")
 
 
+def test_noise_on_the_mean_is_audited_with_batches_of_one_size() -> None:
+    alone = Batch(BATCH.inputs[:1], BATCH.targets[:1])
+    found = audit_epsilon(parse("dp(clip=1, sigma=8, on=mean)")(PLAIN), alone, replays=1000)
+    assert found.neighbours == "replaced"
+    assert not found.violated
+
+
+def test_releases_of_few_values_may_repeat() -> None:
+    signs = Client(Tiny(), step=chain(clip=HONEST_CLIP, noise=Gaussian(1e-6, "sum"), signs=Signs()))
+    assert audited(signs, claimed=1e9, unit="example").repeated == 0
+
+
 def test_lower_bound_is_near_the_claim_of_an_honest_client() -> None:
     found = audit_epsilon(parse("dp(clip=1, sigma=1)")(PLAIN), BATCH, replays=3000)
     assert found.claimed == pytest.approx(CLAIM, abs=0.01)
@@ -90,6 +102,38 @@ class SameSeed(Transform):
 
 
 @dataclass(frozen=True)
+class QuietBias(Gaussian):
+    """Adds no noise to biases."""
+
+    def apply(self, update, state, noise, context):
+        drawn = {name: value * (not name.endswith("bias")) for name, value in noise.items()}
+        return super().apply(update, state, drawn, context)
+
+
+@dataclass(frozen=True)
+class NoiseTwice(Transform):
+    """Uses each noise for two releases, at the right scale."""
+
+    calls: list[int]
+    stage: ClassVar[Stage] = Stage.NOISE
+
+    def apply(self, update, state, noise, context):
+        self.calls.append(len(self.calls))
+        drawn = Key(self.calls[-1] // 2).generator()
+        return tmap(lambda value: value + torch.randn(value.shape, generator=drawn) / context.divisor, update), state
+
+
+@dataclass(frozen=True)
+class Signs(Transform):
+    """Sends signs only."""
+
+    stage: ClassVar[Stage] = Stage.QUANTISE
+
+    def apply(self, update, state, noise, context):
+        return tmap(torch.sign, update), state
+
+
+@dataclass(frozen=True)
 class ClipsSum(Clip):
     """Clips after the noise."""
 
@@ -102,6 +146,8 @@ WRONG = {
     "no clip": Client(Tiny(), step=chain(clip=Unclipped(0.1, per_example=True), noise=Gaussian(0.1, "sum"))),
     "noise before the clip": Client(Tiny(), step=chain(noise=HONEST_NOISE, clip=ClipsSum(1.0))),
     "the same seed": Client(Tiny(), step=chain(clip=HONEST_CLIP, noise=SameSeed())),
+    "no noise in biases": Client(Tiny(), step=chain(clip=HONEST_CLIP, noise=QuietBias(1.0, "sum"))),
+    "noise used twice": Client(Tiny(), step=chain(clip=HONEST_CLIP, noise=NoiseTwice([]))),
 }
 
 

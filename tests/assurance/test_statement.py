@@ -40,6 +40,33 @@ def test_letters_follow_what_was_granted(audit: Run) -> None:
     assert [each.letter for each in statement.attackers] == list("ABCDEFGH")
     assert [each.letter for each in statement.attackers if each.was_run] == ["B", "D"]
     assert all(each.undefended for each in statement.attackers if each.was_run)
+    assert all(bool(each.why_not) != each.was_run for each in statement.attackers)
+
+
+@pytest.mark.parametrize(
+    ("secrets", "letter"), [(["statistics.norm.mean"], "E"), (["statistics.norm.mean", "model.drop.mask"], None)]
+)
+def test_statistics_of_a_batch_are_those_of_the_clients_data(
+    audit: Run, secrets: list[str], letter: str | None
+) -> None:
+    trial = audit.trials[0]
+    assert letter_of(Row(0, replace(trial, info=trial.info | {"secrets": secrets}))) == letter
+
+
+def test_inference_of_rows_is_held_against_what_the_rest_of_a_row_gives_away(tmp_path: Path) -> None:
+    chosen = config(
+        data={"name": "census"},
+        model={"name": "tabular-mlp"},
+        defences=["none"],
+        attacks=["analytic"],
+        target_clients=8,
+    )
+    row = execute(chosen, tmp_path / "run")[0]
+    risk = next(each for each in assurance_of(row, "none").risks if each.criterion == "inference")
+    assert risk.value is not None
+    assert risk.control is not None
+    assert 0 < risk.control < 1
+    assert "18" in risk.note
 
 
 def test_statement_holds_guarantee_risks_and_gaps(audit: Run) -> None:

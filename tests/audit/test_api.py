@@ -108,6 +108,11 @@ def test_the_cost_in_accuracy_is_measured_from_python() -> None:
         audited(cost=cost)
 
 
+def test_a_baseline_without_public_examples_is_explained() -> None:
+    assert "Baseline: without public examples" in str(audited(batch=examples(4)))
+    assert "Baseline: " not in str(audited(batch=examples(4), public=examples(12, seed=2)))
+
+
 def test_without_attacks_an_adaptive_search_and_closed_forms_are_tried() -> None:
     flat = nn.Sequential(nn.Flatten(), nn.Linear(256, 8), nn.Sigmoid(), nn.Linear(8, 3))
     result = audited(model=flat, attacks=None, defences=("none", "gaussian(1e-9)"), iterations=4)

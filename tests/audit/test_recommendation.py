@@ -60,7 +60,7 @@ def test_what_no_attack_broke_is_recommended_with_its_cost_and_errors() -> None:
     assert found.defence == DP
     assert found.text == (
         "Use dp(clip=1, sigma=2): attackers recover and identify 0 of 32 images (95% CI 0–10.7%). It costs 8 points of "
-        "accuracy (92% → 84%, ± 5), 2.5 times the bytes of a round and 1.5 times the client's time. Of 2 defences "
+        "accuracy (92% → 84%, ± 5), 2.5 times the bytes of a round and up to twice the client's time. Of 2 defences "
         "it is the only one that was not broken."
     )
     numbers = found.as_object()

@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from gradveil.audit.baselines import Gallery
 from gradveil.audit.error_bound import best_chances
 from gradveil.audit.result_rows import Row, summarise
 from gradveil.metrics import wilson
@@ -55,3 +57,16 @@ def test_chance_of_a_guess_is_its_upper_end() -> None:
     assert best_chances([{"per_image": [image]}])["recovered"] == pytest.approx(1 - (0.05 / 102) ** (1 / 100))
     assert best_chances([{"per_image": [{"expected": {"recovered": 1.0, "public": 0}}]}]) == {"recovered": 1.0}
     assert best_chances([{"per_image": [{}]}]) == {}
+
+
+def test_attacker_who_knows_the_other_images_aims_all_guesses_at_one() -> None:
+    gallery = Gallery(torch.arange(12.0).view(12, 1, 1, 1), torch.tensor([0] * 4 + [1] * 8))
+    (two, _, _), (single,) = gallery.of_batch([0, 0, 1]), gallery.of_batch([1])
+    assert two.aimed == 1.0  # three guesses, and three images of its class that may be it
+    assert single.aimed == single.share == 1 / 8
+    images = [
+        {"expected": {"identified": 0.1, "aimed": aimed, "recovered": 0.5, "public": 100}} for aimed in (0.2, 0.3)
+    ]
+    records = [{"per_image": images}]
+    assert best_chances(records)["identified"] == 0.3
+    assert best_chances(records, "client")["identified"] == 0.1

@@ -55,6 +55,7 @@ def test_adaptive_attacks_rows_of_batches_by_a_search_and_a_closed_form(tmp_path
     cells = {trial.info["preset"]: trial.records[0]["cells"] for trial in trials}
     assert set(cells) == {"unmix", "tableak"}
     assert cells["tableak"] > 0.8
+    assert cells["unmix"] == 1
     info = next(trial.info for trial in trials if trial.info["preset"] == "tableak")
     assert info["surest"]["cells"] == 4 * 18 // 4
     assert info["surest"]["right"] >= cells["tableak"]

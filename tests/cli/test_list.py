@@ -117,7 +117,7 @@ def test_a_path_of_yours_is_sent_to_the_command_that_tries_it(name: str, capsys:
 def test_attacks_share_their_settings(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "attacks")
     assert len(re.findall(r"^iterations +a whole number of at least 1, or none", text, re.MULTILINE)) == 1
-    assert re.search(r"^sign .*\(not dlg, ", text, re.MULTILINE)
+    assert re.search(r"^tv +.*\(not analytic, ", text, re.MULTILINE)
 
 
 def test_settings_of_an_attack_have_its_own_values(capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,7 +210,7 @@ def test_attack_is_listed_with_simulated_client_and_side_information(capsys: pyt
     text = " ".join(shown(capsys, "dia").split())
     assert "believes in the client with its defence" in text
     law = "drawn afresh from its public law"
-    assert f"model.*.mask: found together with the images; model.*.lock.*: {law}; model.*: {law}" in text
+    assert f"model.*.mask: found together with the examples; model.*.lock.*: {law}; model.*: {law}" in text
     assert "believes in a client without defence" in " ".join(shown(capsys, "ig").split())
 
 

@@ -77,3 +77,21 @@ def test_a_folder_is_read_and_misfits_are_reported(tmp_path) -> None:
         torch.testing.assert_close(model.state_dict()[name], value)
     with pytest.raises(GradveilError, match=r"image_size 32, and the data have 64 -> --set data.size=32"):
         build(f"hf:{tmp_path}", channels=3, size=64, classes=5, generator=torch.Generator(), pretrained=True)
+
+
+def test_pretrained_weights_are_those_of_the_cache(tmp_path, monkeypatch) -> None:
+    """The head is drawn where the data have other classes; the cache has the layout of the hub's own."""
+    repository = tmp_path / "models--nobody--small-vit"
+    saved = net("hf:vit", **SMALL)
+    saved.save_pretrained(repository / "snapshots" / "abc")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    for module in ("transformers.utils.hub.constants", "huggingface_hub.constants"):
+        monkeypatch.setattr(f"{module}.HF_HUB_CACHE", str(tmp_path))
+    generator = torch.Generator().manual_seed(1)
+    model = build("hf:nobody/small-vit", channels=3, size=32, classes=7, generator=generator, pretrained=True)
+    loaded = model.state_dict()
+    body = {name: value for name, value in saved.state_dict().items() if not name.startswith("classifier")}
+    assert body
+    assert all(torch.equal(loaded[name], value) for name, value in body.items())
+    assert loaded["classifier.weight"].shape == (7, SMALL["hidden_size"])

@@ -103,6 +103,12 @@ def test_page_holds_every_required_text(whole: Path) -> None:
     assert "images kept apart for validation" not in text
 
 
+def test_page_identifies_the_training_by_its_hash(whole: Path) -> None:
+    page = training_page(whole)
+    assert load_training(whole).info["config_hash"] in page
+    assert "<code>train.json</code>" in page
+
+
 def test_only_a_mechanism_has_an_epsilon(whole: Path) -> None:
     proofs = context(load_training(whole))["proofs"]
     assert [("epsilon" in text, names) for names, text, _ in proofs] == [

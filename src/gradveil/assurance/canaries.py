@@ -51,9 +51,13 @@ class World:
 
     def clean(self, client: Client) -> Tensor:
         """Compute what the client sends without noise, flat and scaled."""
+        return self.scale * flat(self.sent(client))
+
+    def sent(self, client: Client) -> Tensors:
+        """Compute what the client sends without noise."""
         params = client.params()
         noise = self.fix(client.noise_spec(params, self.batch).neutral())
-        return self.scale * flat(client.update(params, self.batch, noise, client.init(params))[0])
+        return client.update(params, self.batch, noise, client.init(params))[0]
 
 
 @dataclass(frozen=True)
@@ -65,19 +69,25 @@ class Canary:
     direction: Tensor
     """Difference of the noiseless updates; scores are inner products with it, divided by its squared length."""
 
+    def tensors(self, client: Client) -> Sequence[Tensor]:
+        """Return the direction's parts, one for each tensor that is sent."""
+        return self.direction.split([value.numel() for value in self.present.sent(client).values()])
+
 
 def flat(update: Mapping[str, Tensor]) -> Tensor:
     """Join the tensors of one update to a vector of doubles."""
     return torch.cat([value.detach().double().flatten() for value in update.values()])
 
 
-def craft(client: Client, others: Batch, unit: Unit, classes: int, key: Key) -> Canary:
+def craft(client: Client, others: Batch, unit: Unit, classes: int, key: Key, *, replaced: bool | None = None) -> Canary:
     """Choose a canary for one unit next to other examples.
 
-    An example is added to the others; under Poisson sampling it is there in both worlds, and never drawn in one. A
-    client is replaced: all of its examples are one noise image, or another.
+    An example is added to the others, or `replaced` by its negative; under Poisson sampling it is there in both worlds,
+    and never drawn in one. A client is replaced: all of its examples are one noise image, or another.
     """
-    found = [_pair(client, others, unit, image, label) for image, label in candidates(client, others, classes, key)]
+    replaced = unit == "client" if replaced is None else replaced
+    drawn = candidates(client, others, classes, key)
+    found = [_pair(client, others, unit, image, label, replaced) for image, label in drawn]
     directions = [present.clean(client) - absent.clean(client) for present, absent in found]
     lengths = [float(direction.norm()) if direction.isfinite().all() else 0.0 for direction in directions]
     if not max(lengths) > 0:
@@ -116,16 +126,21 @@ def noise_inputs(client: Client, others: Batch, count: int, key: Key) -> Tensor:
     return torch.randint(words, shape, generator=generator)
 
 
-def _pair(client: Client, others: Batch, unit: Unit, image: Tensor, label: int) -> tuple[World, World]:
+def _pair(client: Client, others: Batch, unit: Unit, image: Tensor, label: int, replaced: bool) -> tuple[World, World]:
     targets, count = others.targets, len(others.targets)
+    opposite = -image if image.is_floating_point() else image.flip(0)
     if unit == "client":
         one = Batch(image.expand_as(others.inputs).contiguous(), torch.full_like(targets, label))
-        opposite = -image if image.is_floating_point() else image.flip(0)
         other = Batch(opposite.expand_as(others.inputs).contiguous(), torch.full_like(targets, (label + 1) % 2))
         return World(one), World(other)
-    more = Batch(torch.cat([others.inputs, image[None]]), torch.cat([targets, targets.new_tensor([label])]))
+    more, instead = (
+        Batch(torch.cat([others.inputs, one[None]]), torch.cat([targets, targets.new_tensor([of])]))
+        for one, of in ((image, label), (opposite, (label + 1) % 2))
+    )
     if client.local is not None:
         return World(more), World(more, left_out=count)
+    if replaced:
+        return World(more, count + 1.0), World(instead, count + 1.0)
     return World(more, count + 1.0), World(others, float(count))
 
 

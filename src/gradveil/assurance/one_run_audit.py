@@ -27,6 +27,8 @@ from gradveil.theory.epsilon_lower_bound import EpsilonBound, from_guesses
 
 CONFIDENCE = 0.95
 """Of the bound."""
+_AT_ONCE = 50
+"""Canaries whose gradients are computed together."""
 _FEWEST = 40
 """Guesses of the surest canaries at least."""
 
@@ -62,7 +64,7 @@ def one_run_audit(
     whole = Batch(*(torch.cat(parts) for parts in zip(*kept, strict=True)))
     promise = promised(client, whole, delta, claimed, "example")
     params = client.params() if params is None else params
-    rows = torch.stack([_clean(client, params, Batch(*(v[i : i + 1] for v in canaries))) for i in range(count)])
+    rows = _each(client, params, canaries)
     seen = len(whole.targets) * flat({name: update[name] for name in client.trained()})
     # What all canaries have in common says nothing about any; the others' gradient is known to this attacker.
     rest = seen - 0.5 * rows.sum(0)
@@ -114,6 +116,21 @@ def _clean(client: Client, params: Tensors, batch: Batch) -> Tensor:
     """Compute the clipped mean gradient of a batch without noise."""
     with torch.no_grad():
         return flat(client.update(params, batch, client.noise_spec(params, batch).neutral(), client.init(params))[0])
+
+
+def _each(client: Client, params: Tensors, canaries: Batch) -> Tensor:
+    """Compute the clipped gradients [m, parameters] of canaries without noise, one by one."""
+    one = Batch(canaries.inputs[:1], canaries.targets[:1])
+    neutral, state = client.noise_spec(params, one).neutral(), client.init(params)
+    found = list[Tensor]()
+    for start in range(0, len(canaries.targets), _AT_ONCE):
+        data = Batch(*(value[start : start + _AT_ONCE, None] for value in canaries))
+        count = len(data.targets)
+        noise, kept = ({n: v.expand(count, *v.shape) for n, v in part.items()} for part in (neutral, state))
+        with torch.no_grad():
+            sent = client.updates(params, data, noise, kept)[0]
+        found.append(torch.cat([value.flatten(1).double() for value in sent.values()], 1))
+    return torch.cat(found)
 
 
 def _noise(client: Client, batch: Batch) -> float:

@@ -298,6 +298,9 @@ def _risks(verdict: Verdict) -> Iterator[RiskNumber]:
         f"{best.words.plural} recovered and identified",
     )
     yield RiskNumber("linkability", meanings["linkability"], note="not measured: the data name no persons")
+    if best.info.get("columns"):
+        yield _inferred_cell(best, meanings["inference"])
+        return
     inferred = [row for row in eligible(verdict.rows) if row.info["knowledge"].get("targets") not in ("known",)]
     known = [row for row in inferred if all(record.get("label_accuracy") is not None for record in row.trial.records)]
     if not known:
@@ -311,6 +314,23 @@ def _risks(verdict: Verdict) -> Iterator[RiskNumber]:
         return
     value, low, high = risk(round(_labels(row) * row.images), row.images, floor)
     yield RiskNumber("inference", meanings["inference"], value, low, high, floor, "labels; no other attribute")
+
+
+def _inferred_cell(row: Row, meaning: str) -> RiskNumber:
+    """Return the risk of the most exposed column, over what the rest of a true row gives away of it."""
+    risks = [
+        (risk(round(column["right"] * row.images), row.images, floor), floor, column["name"])
+        for column in row.info["columns"]
+        if (floor := max(column["usual"], column.get("inferred", 0.0))) < 1
+    ]
+    if not risks:
+        return RiskNumber("inference", meaning, note="not measured: every column follows from the others")
+    (value, low, high), floor, name = max(risks, key=lambda each: each[0].value)
+    which = (
+        f"column '{name}', the most exposed of {len(risks)}" if value else f"no column of {len(risks)} above control"
+    )
+    note = f"{which}; control: a constant, or a linear model that knows the rest of the row"
+    return RiskNumber("inference", meaning, value, low, high, floor, note)
 
 
 def _labels(row: Row) -> float:

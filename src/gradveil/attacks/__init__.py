@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from gradveil.attacks.labels import find_labels, restore_labels
     from gradveil.attacks.learned import Learned
     from gradveil.attacks.malicious.fishing import Fishing
+    from gradveil.attacks.malicious.hidden_units import CopiedRows, QuantileBiases
+    from gradveil.attacks.malicious.loss_steering import Steering
     from gradveil.attacks.malicious.planted_block import Imprint, Planting, Trap
     from gradveil.attacks.many_rounds import Pooled
     from gradveil.attacks.protocol import (
@@ -60,6 +62,7 @@ else:
             "CMAES": "gradveil.attacks.inversion.cma_es",
             "CanRefuse": "gradveil.attacks.protocol",
             "Cosine": "gradveil.attacks.inversion.descent",
+            "CopiedRows": "gradveil.attacks.malicious.hidden_units",
             "Descent": "gradveil.attacks.inversion.descent",
             "Fishing": "gradveil.attacks.malicious.fishing",
             "GenerativeEntry": "gradveil.attacks.attack_catalogue",
@@ -87,12 +90,14 @@ else:
             "Pooled": "gradveil.attacks.many_rounds",
             "Progress": "gradveil.attacks.protocol",
             "Prospect": "gradveil.attacks.protocol",
+            "QuantileBiases": "gradveil.attacks.malicious.hidden_units",
             "RMSprop": "gradveil.attacks.inversion.optimisers",
             "Reconstruction": "gradveil.attacks.protocol",
             "Recursive": "gradveil.attacks.closed_form.layer_by_layer",
             "Remark": "gradveil.attacks.protocol",
             "SETTINGS": "gradveil.attacks.attack_catalogue",
             "Sample": "gradveil.attacks.knowledge",
+            "Steering": "gradveil.attacks.malicious.loss_steering",
             "StepSchedule": "gradveil.attacks.inversion.descent",
             "Trained": "gradveil.attacks.inversion.image_sources",
             "Trap": "gradveil.attacks.malicious.planted_block",
@@ -117,6 +122,7 @@ __all__ = [
     "Attack",
     "AttackEntry",
     "CanRefuse",
+    "CopiedRows",
     "Cosine",
     "Descent",
     "Fishing",
@@ -143,11 +149,13 @@ __all__ = [
     "Pooled",
     "Progress",
     "Prospect",
+    "QuantileBiases",
     "RMSprop",
     "Reconstruction",
     "Recursive",
     "Remark",
     "Sample",
+    "Steering",
     "StepSchedule",
     "Trained",
     "Trap",

@@ -36,6 +36,7 @@ from gradveil.attacks.inversion_presets import (
     pig,
     portfolio,
     sapag,
+    sme,
     tableak,
     vbia,
     wiig,
@@ -43,6 +44,8 @@ from gradveil.attacks.inversion_presets import (
 from gradveil.attacks.knowledge import How, Infer, Known, Neutral, Optimise, Sample
 from gradveil.attacks.learned import Learned
 from gradveil.attacks.malicious.fishing import SEARCHED, Fishing, fishing
+from gradveil.attacks.malicious.hidden_units import CopiedRows, QuantileBiases
+from gradveil.attacks.malicious.loss_steering import Steering, steering
 from gradveil.attacks.malicious.planted_block import Imprint, Trap
 from gradveil.attacks.many_rounds import averaging, glaus
 from gradveil.attacks.sequences.embedding_rows import EmbeddingRows
@@ -117,7 +120,7 @@ _IN_ORDER = (
         "step_size",
         "rounds",
     ),
-    *("batchnorm", "group", "register", "langevin", "halving", "median", "undo"),
+    *("batchnorm", "group", "register", "langevin", "halving", "median", "undo", "surrogate"),
 )
 _DECLARED = {
     **{setting.name: setting for part in (Inversion, Descent, Adam) for setting in settings_of(part)},
@@ -291,6 +294,10 @@ def known_as(attack: Inversion, setting: str) -> str | None:
 
 _COMBINING = "Scheliga, Mäder, Seeland 2024, Combining Stochastic Defenses to Resist Gradient Inversion"
 _GRADINVERSION = "Yin et al. 2021, See through Gradients: Image Batch Recovery via GradInversion (CVPR)"
+_SME = (
+    "Zhu, Yao, Blaschko 2023, Surrogate Model Extension (SME): A Fast and Accurate Weight Update Attack on Federated "
+    "Learning (ICML)"
+)
 _DROPOUT = "Scheliga, Mäder, Seeland 2023, Dropout is NOT All You Need to Prevent Gradient Leakage (AAAI)"
 
 _ANALYTIC = (
@@ -320,6 +327,15 @@ _WEN = (
     "Wen, Geiping, Fowl, Goldblum, Goldstein 2022, Fishing for User Data in Large-Batch Federated Learning via "
     "Gradient Magnification (ICML)"
 )
+_QBI = (
+    "Nowak, Strufe, Panchenko et al. 2024, QBI: Quantile-Based Bias Initialization for Efficient Private Data "
+    "Reconstruction in Federated Learning"
+)
+_LOKI = (
+    "Zhao, Sharma, Elkordy, Ezzeldin, Avestimehr, Bagchi 2024, LOKI: Large-scale Data Reconstruction Attack against "
+    "Federated Learning through Model Manipulation (S&P)"
+)
+_GEMINIO = "Shan et al. 2025, Geminio: Language-Guided Gradient Inversion Attacks in Federated Learning (ICCV)"
 _PORTFOLIO = "Gradveil; Geiping et al. 2020 (breaching) for the variation of colour differences"
 _TABLEAK = "Vero, Balunović, Dimitrov, Vechev 2023, TabLeak: Tabular Data Leakage in Federated Learning (ICML)"
 _MEAN = "the law of large numbers"
@@ -327,6 +343,10 @@ _GLAUS = "Yang et al. 2023 (GLAUS)"
 _FILM = "Gupta et al. 2022, Recovering Private Text in Federated Learning of Language Models (NeurIPS)"
 _DAGER = "Petrov, Dimitrov, Baader, Müller, Vechev 2024, DAGER: Exact Gradient Inversion for Large Language Models"
 _FISHED = (*(s for s in settings_of(Fishing) if s.name in ("target", "share")), *_only(*SEARCHED, "simulated_client"))
+_STEERED = (
+    *(s for s in settings_of(Steering) if s.name in ("target", "lessons")),
+    *_only(*SEARCHED, "simulated_client"),
+)
 _POOLED = _only(*SEARCHED, "labels", "halving", "start")
 _SAMPLED = (*settings_of(glaus), *_POOLED)
 
@@ -347,6 +367,7 @@ ATTACKS: dict[str, AttackEntry] = {
         InversionEntry("portfolio", portfolio, "CDIA by plain Adam, tried on simulated clients first", _PORTFOLIO),
         InversionEntry("tableak", tableak, "rows of a table: softmax of categories, restarts pooled", _TABLEAK),
         InversionEntry("sapag", sapag, "Gaussian kernel distance per layer", "Wang et al., 2020"),
+        InversionEntry("sme", sme, "one gradient of all examples on the line of local training", _SME),
         InversionEntry("gi", gi, "l2 distance, BatchNorm prior, restarts that agree", _GRADINVERSION),
         InversionEntry("gi-strong", gi_strong, "GI with the batch's true BatchNorm statistics", _GRADINVERSION),
         GenerativeEntry("grnn", grnn, "the weights of a generator, fitted to the update", _GRNN, UNTRAINED),
@@ -358,6 +379,17 @@ ATTACKS: dict[str, AttackEntry] = {
         AttackEntry("rob", Imprint, "a malicious server's imprint block, inverted analytically", _ROB),
         AttackEntry("curious", Trap, "a malicious server's trap weights, inverted analytically", _CURIOUS),
         InversionEntry("fishing", fishing, "a malicious server's last layer for one class, then IG", _WEN, _FISHED),
+        AttackEntry("quantile", QuantileBiases, "a malicious server's biases at quantiles, honest weights", _QBI),
+        AttackEntry(
+            "conv-imprint", CopiedRows, "a malicious server's imprint in a hidden layer, convolutions carry", _LOKI
+        ),
+        InversionEntry(
+            "steering",
+            steering,
+            "a malicious server's last layer, trained for one class, then IG",
+            _GEMINIO,
+            _STEERED,
+        ),
         InversionEntry("averaging", averaging, "IG on the mean of many rounds of one model", _MEAN, _POOLED),
         InversionEntry(
             "glaus", glaus, "magnitudes from how often entries were sampled, then IG or DLG", _GLAUS, _SAMPLED

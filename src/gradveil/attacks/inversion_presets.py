@@ -87,6 +87,21 @@ def sapag() -> Inversion:
     )
 
 
+def sme() -> Inversion:
+    """SME: cosine distance to one gradient at parameters between those before and after local training.
+
+    The paper's settings: plain Adam, step size 1, TV 0.01, 1,000 iterations.
+    """
+    return Inversion(
+        "sme",
+        objective="cosine",
+        tv=0.01,
+        surrogate="line",
+        descent=Descent(Adam(lr=1.0), StepSchedule(), iterations=1000),
+        knowledge=OWN_DRAWS,
+    )
+
+
 def gi() -> Inversion:
     """GradInversion: l2 matching with TV, l2 and BatchNorm priors, restarts pulled to their mean, Langevin noise.
 

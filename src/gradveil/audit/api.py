@@ -44,12 +44,19 @@ from gradveil.audit.attack_selection import (
     aim,
     attacks_against,
     auto_budget,
-    is_adaptive,
     nothing_to_try,
     stands_for_many,
     without_aim,
 )
-from gradveil.audit.attackers.run_attackers import Decision, closed_forms, decide, every, quick, untried, widened
+from gradveil.audit.attackers.run_attackers import (
+    Decision,
+    choice_of_texts,
+    closed_forms,
+    decide,
+    quick,
+    untried,
+    widened,
+)
 from gradveil.audit.audit_config import FIRST_SEARCH, RunConfig
 from gradveil.audit.audit_run import describe, run, title
 from gradveil.audit.defence_costs import Costs, DefenceCost, costs_of
@@ -272,9 +279,8 @@ def audit_model(
     config = resolve({**raw, "target_clients": target_clients}, names=False)
     experiment = Experiment(config, data, known, _copies(model), against, tried, loss, facts, tuple(done))
     experiment = unobstructed(experiment)
-    decisions = decide(experiment)
-    if any(isinstance(attack, str) and is_adaptive(attack) for attack in attacks):
-        joins = every
+    in_words = [attack for attack in attacks if isinstance(attack, str)]
+    decisions, joins = decide(experiment, in_words), choice_of_texts(in_words) or joins
     if joins is not None:
         experiment, decisions, _ = widened(experiment, decisions, joins)
     experiment = replace(experiment, cost=_trainings(config, model, data, known, against, loss))

@@ -61,7 +61,7 @@ ATTACKERS: dict[str, tuple[str, str]] = {
 
 POSITIONS = {
     "known": "the true value was handed over by the audit",
-    "optimise": "found together with the images",
+    "optimise": "found together with the examples",
     "sample": "drawn afresh from its public law",
     "infer": "read off what was sent",
     "neutral": "taken to be off",
@@ -235,11 +235,6 @@ def open_ended(text: str, iterations: int | None) -> bool:
 def auto_budget(attacks: Iterable[str], iterations: int | None) -> str | None:
     """Return the default budget of a run with these attacks: `auto` where one of them sets no length of its own."""
     return AUTO if any(stands_for_many(text) or open_ended(text, iterations) for text in attacks) else None
-
-
-def is_adaptive(text: str) -> bool:
-    """Whether a text stands for the attackers of each defence who change nothing."""
-    return text.strip().lower() == ADAPTIVE
 
 
 def stands_for_many(text: str) -> bool:

@@ -193,6 +193,8 @@ class NamingChance(NamedTuple):
     """The number of private images of its class."""
     exact: bool
     """Whether each guess names one image of so many, all equally likely; otherwise the share is an upper bound."""
+    aimed: float
+    """The chance at most if the attacker knows the other images of the batch, and aims all guesses at this one."""
 
     def record(self) -> dict[str, float | int]:
         """Return the chance as an image's record holds it."""
@@ -220,14 +222,20 @@ class Gallery:
             size = int(members[label].sum())
             weights[members[label]] = count / size
             copies = torch.bincount(self._image[members[label]])
-            share = min(1.0, int(copies.topk(min(count, len(copies))).values.sum()) / size)
-            found[label] = NamingChance(share, size, int(copies.max()) == 1)
+            share = min(1.0, _most(copies, count) / size)
+            aimed = min(1.0, _most(copies, len(labels)) / (size - count + 1))
+            found[label] = NamingChance(share, size, int(copies.max()) == 1, aimed)
         hits = torch.zeros(self._distinct, dtype=torch.double).index_add_(0, self._image, weights)
         average = float(hits.topk(min(len(labels), self._distinct)).values.sum()) / len(labels)
         for label, one in found.items():
             if average > one.share + 1e-9:
-                found[label] = NamingChance(min(1.0, average), one.gallery, False)
+                found[label] = NamingChance(min(1.0, average), one.gallery, False, max(one.aimed, min(1.0, average)))
         return [found[label] for label in labels]
+
+
+def _most(copies: Tensor, guesses: int) -> int:
+    """Count the images that so many guesses name at most."""
+    return int(copies.topk(min(guesses, len(copies))).values.sum())
 
 
 def without_copies(pixels: Tensor) -> Tensor:

@@ -52,7 +52,11 @@ def leaked(
     signs in a group (Hutchinson 1989), not a number where the update jumps. `nats` [V] bound the mutual information.
     """
     first = Batch(truth.raw.inputs[0], truth.raw.targets[0])
-    why = obstacle(client, first) if experiment.space.pictured else "there is no prior for other data than images"
+    why = (
+        obstacle(client, first)
+        if experiment.space.pictured
+        else f"no prior of {experiment.space.words.plural} is known"
+    )
     if why is None and (experiment.public is None or len(experiment.public) < 2):
         why = "there are no public images to learn a prior from"
     if why is not None or experiment.public is None:
@@ -156,13 +160,13 @@ def recovery_bounds(
     """
     config = experiment.config
     rounds = config.rounds + (trial.trained or 0)
-    guesses = best_chances(records)
     found: list[dict[str, Any]] = []
     for unit, noise, settings in mechanisms:
         once = Participation(**settings)
         watched = replace(once, steps=once.steps * rounds, at_most=once.at_most and once.at_most * rounds)
         plans = [_Watched("watched", unit, noise, watched)]
         plans += [_Watched("planned", unit, noise, config.privacy.build())] if config.privacy else []
+        guesses = best_chances(records, unit)
         found += [_stated(plan, guesses, config.client[trial.client].examples) for plan in plans]
     return found
 
@@ -189,25 +193,33 @@ def _stated(plan: _Watched, guesses: Mapping[str, float], examples: int) -> dict
     }
 
 
-def best_chances(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def best_chances(records: Sequence[Mapping[str, Any]], unit: Unit = "example") -> dict[str, float]:
     """Bound the chance from above that a guess recovers, or identifies, one of these images; known criteria only.
 
     The chance of identification is that of one image among the gallery's of its class, all equally likely. The chance
     of recovery is a share of public images: it takes the upper Clopper-Pearson end at 5%, divided by the number of
-    guesses that were compared (every public image, the mean of the class, and the mean image).
+    guesses that were compared (every public image, the mean of the class, and the mean image). A batch has as many
+    guesses as images. An attacker who knows all examples but one aims all of them at this one: the chance of an
+    `example` is that of the easiest image. The others' chances are averages, of which a `client` has as many as images.
     """
-    every = [image.get("expected") or {} for record in records for image in record["per_image"]]
+    of = max if unit == "example" else fmean
     found: dict[str, float] = {}
-    if every and all("identified" in expected for expected in every):
-        found["identified"] = fmean(expected["identified"] for expected in every)
-    if every and all("recovered" in expected for expected in every):
-        found["recovered"] = fmean(map(_upper, every))
+    every = [
+        (image.get("expected") or {}, len(record["per_image"])) for record in records for image in record["per_image"]
+    ]
+    if every and all("identified" in expected for expected, _ in every):
+        aimed = "aimed" if unit == "example" else "identified"
+        found["identified"] = of(expected.get(aimed, expected["identified"]) for expected, _ in every)
+    if every and all("recovered" in expected for expected, _ in every):
+        found["recovered"] = of(min(1.0, _upper(expected, guesses, unit)) for expected, guesses in every)
     return found
 
 
-def _upper(expected: Mapping[str, Any]) -> float:
-    images = int(expected.get("public") or 0)
-    return upper_end(round(expected["recovered"] * images), images, LEVEL / (images + 2)) if images else 1.0
+def _upper(expected: Mapping[str, Any], guesses: int, unit: Unit) -> float:
+    aimed = unit == "example" and "single" in expected
+    share, images = (expected[name] for name in (("single", "public_single") if aimed else ("recovered", "public")))
+    one = upper_end(round(share * images), images, LEVEL / (images + 2)) if images else 1.0
+    return one * guesses if aimed else one
 
 
 def recovery_sentence(bound: Mapping[str, Any]) -> str:

@@ -493,6 +493,7 @@ def remarks_on(found: Findings, config: Mapping[str, Any], warnings: Sequence[st
     assumed = dict.fromkeys(note for row in rows if row.trial.unscored for note in row.info.get("notes", ()))
     if assumed:
         yield f"Assumed of the recorded updates: {'; '.join(assumed)}."
+    yield from _unbounded_guesses(rows)
     yield from stopped(rows, config)
     yield from guaranteed(found)
     yield from recovery_limits(found)
@@ -500,6 +501,16 @@ def remarks_on(found: Findings, config: Mapping[str, Any], warnings: Sequence[st
     settings = [f"{name} ({setting})" for name, setting in untried(judged, config)]
     if missing := [*map(untested, warnings), *settings]:
         yield f"Not tested: {', '.join(missing)}."
+
+
+def _unbounded_guesses(rows: Sequence[Row]) -> Iterator[str]:
+    """Explain a high baseline where no public examples say how many images a guess recovers."""
+    known = {name for row in rows for _, _, scores in row.scores() for name in scores.get("expected") or ()}
+    if "identified" in known and "identifiable" not in known:
+        yield (
+            "Baseline: without public examples, it is the chance to tell an image from the others of its class. "
+            "public=(inputs, labels), of which none is private, lowers it."
+        )
 
 
 def stopped(rows: Sequence[Row], config: Mapping[str, Any]) -> Iterator[str]:

@@ -190,8 +190,10 @@ def _costs(best: _Candidate, command: str) -> Iterator[str]:
 
 
 def _time(ratio: float) -> str:
-    """Say how a client's time compares; timings of short trainings are noisy, so that a quarter counts as the same."""
-    return "about the same client time" if 0.8 <= ratio <= 1.25 else f"{number(ratio, 2)} times the client's time"
+    """Say how a client's time compares; timings of short trainings are noisy, so that small ratios come in steps."""
+    if 0.8 <= ratio <= 1.25:
+        return "about the same client time"
+    return "up to twice the client's time" if 1.25 < ratio <= 2 else f"{number(ratio, 2)} times the client's time"
 
 
 def _unmeasured(best: _Candidate, command: str) -> str:

@@ -172,10 +172,11 @@ def expected_of(
 
     `public` and `gallery` are the numbers of images behind the two chances: public images that the best guess was
     compared with, private images of the class that it could be taken for (not there where some of these are copies of
-    each other, or the guesses of a batch do better elsewhere). `exact` is the chance to be recovered almost exactly.
-    Without auxiliary data there is no chance of recovery, without a second private image none of identification; the
-    chance to be recovered almost exactly is then that of the other private images: no guess without auxiliary data
-    knows more of the images than these do.
+    each other, or the guesses of a batch do better elsewhere). In a batch, `aimed` is the chance to be identified if
+    the attacker knows the other images and aims all guesses at this one, `single` that one guess recovers it. `exact`
+    is the chance to be recovered almost exactly. Without auxiliary data there is no chance of recovery, without a
+    second private image none of identification; the chance to be recovered almost exactly is then that of the other
+    private images: no guess without auxiliary data knows more of the images than these do.
     """
     targets = experiment.private.targets
     gallery = Gallery(experiment.private.views, targets) if len(targets) > 1 else None
@@ -194,11 +195,16 @@ def _exact_average(
     exactly = guessing.of_batch(labels, exact=True) if guessing and above else []
     for record, name, chance in zip(found, named, chances, strict=True):
         record |= name.record() if name else {}
+        record |= {"aimed": name.aimed} if name and len(labels) > 1 else {}
         if chance is None:
             continue
         # The image nearest to a guess is one of its gallery, and one at most of those that the guess passes for.
         nearest = name.share * (1 - (1 - chance.share) ** name.gallery) if name else 1.0
         record |= {"recovered": chance.share, "public": chance.images, "identifiable": min(chance.share, nearest)}
+    if guessing is not None and len(labels) > 1:
+        for record, label in zip(found, labels, strict=True):
+            single = guessing.at_most(label)
+            record |= {"single": single.share, "public_single": single.images}
     if others is not None:
         exactly = [others.at_most(label, len(labels), exact=True) for label in labels]
     for record, chance in zip(found, exactly, strict=False):
@@ -390,7 +396,7 @@ def _perceptual(experiment: Experiment, matched: Tensor, truth: Tensor, scores: 
     """Add LPIPS to the scores, or return the reason why not under its name."""
     net = experiment.config.lpips
     if not experiment.space.pictured:
-        return {"lpips": f"is for images, not for {experiment.space.words.plural}"}
+        return {} if net is None else {"lpips": f"is for images, not for {experiment.space.words.plural}"}
     if net is None:
         return {"lpips": 'not asked for: set lpips = "alex" (or "vgg") in the run file'}
     found = lpips(matched, truth, net)

@@ -57,7 +57,8 @@ def shown(
     kind = type(layer).__name__
     pixels = _pixels(model, path, layer, shape, example)
     if pixels is None:
-        what = f"begins with a {kind} '{path}', not with a linear layer of the {prod(shape)} pixels or of their patches"
+        parts = "pixels or of their patches" if len(shape) == 3 else "inputs"
+        what = f"begins with a {kind} '{path}', not with a linear layer of the {prod(shape)} {parts}"
         return None, [Problem("model", what, _REMEDY)]
     outputs = _outputs(layer)
     if f"{path}.weight" not in trained:

@@ -85,7 +85,11 @@ class TokenLayout:
 
     def _embedded(self, params: Tensors, position: int, words: Tensor | None) -> Tensor:
         table = self.word_table(params)
-        x = table if words is None else table[words]
+        return (table if words is None else table[words]) + self.added(params, position)
+
+    def added(self, params: Tensors, position: int) -> Tensor:
+        """Return what is added to the words of a position [d]: its vector, and that of the first segment type."""
+        x = torch.zeros_like(self.word_table(params)[0])
         if self.positions is not None:
             x = x + params[f"{self.positions}.weight"][position + self.offset]
         if self.types is not None:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from gradveil.audit.attack_selection import is_adaptive
-from gradveil.audit.attackers.run_attackers import decide, widened
+from gradveil.audit.attackers.run_attackers import choice_of_texts, decide, widened
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.audit_run import describe as describe_audit
 from gradveil.audit.audit_run import machine as describe_machine
@@ -210,8 +209,8 @@ def _audit(
 ) -> None:
     count = workers or cores()
     experiment = open_experiment(config, data_dir)
-    if any(is_adaptive(text) for text in config.attacks):
-        experiment, _, _ = widened(experiment, decide(experiment))
+    if (joins := choice_of_texts(config.attacks)) is not None:
+        experiment, _, _ = widened(experiment, decide(experiment), joins)
         config = experiment.config
     share = -(-config.target_clients // count)
     info = describe_audit(config, share, command, experiment.held, sharing(experiment), (), experiment.images)

@@ -18,6 +18,7 @@ from gradveil.federated.training_groups import (
     status,
 )
 from gradveil.federated.training_run import FAILED, StoredTraining, load_training
+from gradveil.report.method import facts
 from gradveil.report.page import frame, render, section
 from gradveil.report.pictures import data_uri
 from gradveil.report.plots import training_curves
@@ -55,6 +56,7 @@ def context(training: StoredTraining) -> dict[str, Any]:
         "meaningless": MEANINGLESS,
         "validated": any(point["loss"] is not None for line in curves for point in line["points"]),
         **_table(training),
+        "facts": facts(training.info, ()),
         "data": {"lines": curves},
     }
 

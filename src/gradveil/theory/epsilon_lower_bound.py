@@ -19,8 +19,8 @@ from gradveil.core.errors import Problem, refuse
 
 _LAW = NormalDist()
 _LARGEST = 700.0
-_PILOT = 10
-"""Of so many scores one chooses the threshold for normal noise."""
+PILOT = 10
+"""Of so many scores one chooses the threshold for normal noise, and is not counted."""
 
 
 def upper_end(hits: int, trials: int, level: float) -> float:
@@ -69,7 +69,7 @@ def from_scores(
     ]
     refuse(problems)
     inside, outside = (np.nan_to_num(np.asarray(some, dtype=float)) for some in (present, absent))
-    every = _PILOT if normal else 2
+    every = PILOT if normal else 2
     pilot = inside[::every], outside[::every]
     threshold = _halfway(*pilot) if normal else _threshold(*pilot, delta, confidence)
     tried = [np.delete(some, np.s_[::every]) for some in (inside, outside)]

@@ -95,6 +95,15 @@ def test_membership_fails_under_noise_and_ranking_does_not():
     assert SPACE.scores(ranked.inputs, ids.unsqueeze(0))["tokens"].item() > 0.8
 
 
+@pytest.mark.parametrize("ranked", [False, True])
+def test_a_batch_of_more_tokens_than_directions_is_no_evidence_of_protection(ranked):
+    model = initialise(small_encoder(vocabulary=WORDS, length=LENGTH, width=32), torch.Generator().manual_seed(0))
+    ids = texts(8)
+    client, observation = seen(model, ids, torch.arange(8) % 2)
+    attack = SpanAttack(ranked=ranked, shortlist=4, prior_weight=0.0)
+    assert attack([observation], client, Knowledge(SPACE, 2), Key(0)).status == ("diverged",)
+
+
 def test_a_model_without_known_layers_is_refused_with_a_remedy():
     from gradveil.attacks.protocol import Prospect
 

@@ -3,7 +3,8 @@
 Passive, and without a search over pixels: the batch's images span the rows of the gradient (`independent_images`), and
 independent component analysis finds them there, as in the cocktail-party attack (Kariyappa et al. 2023). The bias's
 gradient, the sum of the errors, gives each image's scale and sign. Behind a ReLU, the zeros of the errors make the
-images exact and certify them (`activation_zeros`). It needs neither labels nor public images, and holds for sums of
+images exact and certify them (`activation_zeros`). Rows of a table are the vectors of the span whose categories are
+one-hot (`rows_in_span`). It needs neither labels nor public images, and holds for sums of
 clients and for local steps: their updates mix the same images.
 """
 
@@ -29,6 +30,7 @@ from gradveil.attacks.closed_form.independent_images import (
     whitening,
 )
 from gradveil.attacks.closed_form.likeliest_batch import NoisyBatch
+from gradveil.attacks.closed_form.rows_in_span import proven_rows, rows_in_span
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.knowledge import How, Infer, Knowledge
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, Remark, in_closed_form
@@ -37,11 +39,12 @@ from gradveil.client import Client
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
 from gradveil.core.settings import Checked
-from gradveil.core.space import Space
+from gradveil.core.space import ExampleWords, Space
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.nn.first_layer_equations import InputEquations, shown
 from gradveil.nn.module_paths import at, call_on, caught_inputs, evaluating, last_layer
+from gradveil.spaces import TableSpace
 
 _STARTS = 3
 """Random starts of a separation, of which the one with the least outside of the valid values is kept."""
@@ -102,7 +105,8 @@ class Unmix(Checked):
         inputs = mixture.inputs(images)
         targets = _labels(inputs, seen, client, knowledge.classes)
         if client.local is None and not mixture.masked:  # errors of local steps are sums over changing models
-            unproven = (place for place in range(len(count)) if certified[place] < count[place])
+            unproven = [place for place in range(len(count)) if certified[place] < count[place]]
+            unproven = [place for place in unproven if place not in mixture.exact]
             for place in unproven:
                 images[place] = mixture.likeliest(place, images[place], targets[place], knowledge)
             inputs = mixture.inputs(images)
@@ -110,7 +114,8 @@ class Unmix(Checked):
         objective = self.evaluate(observations, client, replace(knowledge, targets=targets), key, inputs, {})
         result = in_closed_form(inputs, targets, objective, mixture.finite, began, progress)
         match = self.match(observations, client, replace(knowledge, targets=targets), key, inputs, {})
-        return replace(result, remarks=_remarks(relu, certified, count, seen.examples), match=match)
+        remarks = _remarks(relu, certified, count, seen.examples, knowledge.space.words)
+        return replace(result, remarks=remarks, match=match)
 
     def evaluate(
         self,
@@ -171,6 +176,8 @@ class _MixedGradients:
     def __init__(self, layer: InputEquations, seen: Observation, client: Client, space: Space) -> None:
         self.seen, self.space, self.examples, self.client, self.layer = seen, space, seen.examples, client, layer
         self.masked = False
+        self.exact: set[int] = set()
+        """Clients whose rows of a table were found by their categories."""
         sent = seen.update[layer.weight].flatten(2).double()
         self.gradient = torch.zeros_like(sent).index_copy_(2, layer.pixels[0], sent)
         self.bias = layer.read(seen.update[layer.errors])[:, 0].double()
@@ -265,12 +272,28 @@ class _MixedGradients:
 
     def _images(self, place: int, span: Span, unmixing: Tensor, relu: bool, key: Key) -> tuple[Tensor, int]:
         """Return the images [k, n] of one client, and the number of certified ones."""
+        if isinstance(self.space, TableSpace) and (found := self._rows(place, span, self.space, relu)):
+            return found
         layer = ReluLayer(self.weight, self.offset, self.bias[place], self.clamp, self.features)
         if not relu:
             return self._fitting(layer.separated(span, unmixing).images), 0
         generator = key.child(Stream.REPEAT, self.seen.target_clients[place]).generator()
         result = ZeroSearch(layer, span, unmixing).run(generator)
         return self._fitting(result.images), int(result.certified.sum())
+
+    def _rows(self, place: int, span: Span, space: TableSpace, relu: bool) -> tuple[Tensor, int] | None:
+        """Return rows [k, n] with one-hot categories, proven ones first, and the number of these; None if too few."""
+        rows = rows_in_span(span.right, space.columns)
+        if len(rows) < len(span.right):
+            return None
+        proven = torch.zeros(len(rows), dtype=torch.bool)
+        if relu:
+            active = rows @ self.weight.mT + self.offset > 0
+            proven = proven_rows(rows, span.right, self.gradient[place], active.mT)
+        outside = ((rows - self.clamp(rows)) / (self.upper - self.lower)).abs().amax(1)
+        order = torch.where(proven, -1.0, outside).argsort(stable=True)[: len(span.right)]
+        self.exact.add(place)
+        return rows[order], int(proven.sum())
 
     def _fitting(self, images: Tensor) -> Tensor:
         """Scale images to the valid values, if the bias's gradient gives scales at which most do not fit."""
@@ -340,12 +363,13 @@ def _labels(inputs: Tensor, seen: Observation, client: Client, classes: int) -> 
     return errors[..., :classes].argmin(2)
 
 
-def _remarks(relu: bool, certified: Sequence[int], counts: Sequence[int], examples: int) -> tuple[Remark, ...]:
+def _remarks(
+    relu: bool, certified: Sequence[int], counts: Sequence[int], examples: int, kind: ExampleWords
+) -> tuple[Remark, ...]:
     """Return remarks on certified images, and on images that could not be told apart."""
-    proof = Remark(
-        f"{{}} of {examples} images of a client are certified by the zeros of their errors", tuple(certified)
-    )
-    words = f"{{}} of {examples} images of a client have errors of their own; the mean image stands for the others"
+    whose = f"{{}} of {examples} {kind.plural} of a client"
+    proof = Remark(f"{whose} are certified by the zeros of their errors", tuple(certified))
+    words = f"{whose} have errors of their own; the mean {kind.noun} stands for the others"
     return (*((proof,) if relu else ()), Remark(words, tuple(counts), examples))
 
 

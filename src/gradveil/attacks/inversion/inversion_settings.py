@@ -78,6 +78,11 @@ class InversionSettings(Checked):
         "Local step size that the attacker assumes; none for the client's own.",
     ] = None
 
+    surrogate: Annotated[
+        Literal["none", "line"],
+        "Parameters of one gradient in place of local steps: on the line between those before and after.",
+    ] = "none"
+
     variants: tuple[Variant, ...] = ()
     """Settings of which the best on simulated clients is used, where there are public examples; else the first."""
 
@@ -123,6 +128,9 @@ class InversionSettings(Checked):
         if self.evolves and self.restarts == 1:
             problem = "is 1, but restarts are the candidates of a population here"
             yield Problem(f"{self.name}.restarts", problem, "give at least 2, better 50")
+        if self.surrogate != "none" and self.whiten:
+            problem = "weighs entries by noise of the client at the sent parameters, not on a line"
+            yield Problem(f"{self.name}.whiten", problem, "leave it or surrogate out")
         if self.undo and self.simulated_client == "naive":
             problem = "undoes a batch defence, but this attacker ignores the defence"
             yield Problem(f"{self.name}.undo", problem, "set simulated_client=full")
@@ -136,8 +144,13 @@ class InversionSettings(Checked):
         return Analytic(labels="restore" if self.labels == "joint" else self.labels, prior=prior)
 
     def believed(self, client: Client) -> Client:
-        """Return the client with the assumed step size, and without a batch defence that is undone."""
+        """Return the client with the assumed step size, and without a batch defence that is undone.
+
+        With a surrogate, it sends one gradient of all its examples, whatever its steps.
+        """
         client = replace(client, batch=()) if self.undo else client
+        if self.surrogate != "none":
+            return replace(client, local=None)
         if self.step_size is None or client.local is None:
             return client
         return replace(client, local=replace(client.local, lr=self.step_size))

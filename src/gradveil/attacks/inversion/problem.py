@@ -7,7 +7,7 @@ from round to round.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ from gradveil.attacks.inversion.distances import (
 from gradveil.attacks.inversion.image_sources import INPUTS, TARGETS, WEIGHTS, Canvas
 from gradveil.attacks.inversion.inversion_settings import InversionSettings
 from gradveil.attacks.inversion.known_noise import Whitening, added, candidates, stages
+from gradveil.attacks.inversion.surrogate_model import PLACE, PROBES, on_the_line, place, place_noise
 from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Neutral, Optimise, Sample
 from gradveil.attacks.labels import find_labels
 from gradveil.attacks.noise_likelihood import ADDED, COLUMNS, DRAWS, explained, log_likelihood, sharing
@@ -116,7 +117,7 @@ class InversionProblem:
         key: Key,
     ) -> None:
         """Prepare the observed rounds: labels, masks, and the treatment of each random tensor."""
-        simulated_client = attack.believed(simulated_client)
+        original, simulated_client = simulated_client, attack.believed(simulated_client)
         self.attack, self.simulated_client, self.knowledge, self.key = attack, simulated_client, knowledge, key
         observed = {"first": observations[:1], "last": observations[-1:], "all": observations}[attack.rounds]
         first = observed[0]
@@ -139,6 +140,9 @@ class InversionProblem:
         self.how: dict[str, How] = {
             r.of(name): knowledge.how(name, r.number) for r in self.rounds for name in self.spec
         }
+        if attack.surrogate != "none":
+            for r in self.rounds:
+                self.noise[r.of(PLACE)], self.how[r.of(PLACE)] = place_noise(), Optimise()
         self.known: Tensors = {
             n: how.value.to(self.device)
             for n, how in self.how.items()
@@ -147,9 +151,9 @@ class InversionProblem:
         if attack.subtract:
             self._subtract()
         self.off = {n for n, how in self.how.items() if not isinstance(how, Known | Optimise | Sample)}
-        self.labels = find_labels(
-            attack.labels, first, self.rounds[0].simulated_client, knowledge, key.child(Stream.LABELS)
-        )
+        # Counts of classes are those of the client's steps, of which a surrogate knows nothing.
+        trains = self.rounds[0].simulated_client if attack.surrogate == "none" else first.believed(original)
+        self.labels = find_labels(attack.labels, first, trains, knowledge, key.child(Stream.LABELS))
         space = knowledge.space
         facts = space.shape, self.lower, self.upper, knowledge.classes
         canvas = Canvas(
@@ -165,7 +169,7 @@ class InversionProblem:
         self.draws = Draws(key, first.target_clients, attack.restarts, sampled, more, self.device)
         self.consensus = Consensus(attack.restarts, attack.register) if attack.group else None
         self.whitening = Whitening() if attack.whiten else None
-        self.angle = attack.objective == "cosine" and not attack.whiten
+        self.angle = attack.objective == "cosine" and not attack.whiten and attack.surrogate == "none"
 
     def _ignored(self, inputs: Tensor) -> set[str]:
         """Return the names of the parameters that are left out of the distance."""
@@ -252,7 +256,9 @@ class InversionProblem:
             size = (self.examples, self.knowledge.classes)
             start[TARGETS] = torch.randn(size, dtype=self.dtype, generator=key.child(TARGETS).generator())
         for name, how in self.how.items():
-            if isinstance(how, Optimise):
+            if isinstance(how, Optimise) and name.endswith(PLACE):
+                start[name] = self.noise[name].off().to(self.dtype)
+            elif isinstance(how, Optimise):
                 start[name] = self.noise[name].sample(key.child(name))
             elif isinstance(how, Sample) and not how.every_iteration:
                 start[f"once.{name}"] = self.noise[name].sample(key.child(name))
@@ -343,7 +349,7 @@ class InversionProblem:
             for n, how in self.how.items()
             if not (isinstance(how, Known) or (isinstance(how, Optimise) and n not in send_noise))
         ]
-        if not unknown:
+        if not unknown or self.attack.surrogate != "none":  # a gradient has not the length of an update
             return torch.full((len(rows), COLUMNS), torch.nan, dtype=self.dtype, device=self.device)
         state, observed = select(constants, "state"), select(constants, "observed")
         target_clients = [self.draws.target_clients[row // self.attack.restarts] for row in rows.tolist()]
@@ -407,7 +413,7 @@ class InversionProblem:
                     continue
             # Noise is off here, so that its scales do not matter. Switching them off saves their computation.
             quiet = {n: v.off().expand(len(rows), *v.shape).to(self.example) for n, v in self.scales.items()}
-            sent, after = r.simulated_client.updates(r.params, batch, {**of_round, **quiet}, state)
+            sent, after = self._simulated(r, batch, {**of_round, **quiet}, state, compared, noise)
             if self.whitening is not None:
                 weights, whitening_state = self.whitening(
                     r.number, r.simulated_client, r.params, batch, of_round, whitening_state, rows, iteration
@@ -423,18 +429,46 @@ class InversionProblem:
         assert total is not None, "at least one round is observed"
         return total / len(self.rounds) if len(self.rounds) > 1 else total
 
+    def _simulated(
+        self, r: ObservedRound, batch: Batch, of_round: Tensors, state: Tensors, observed: Tensors, noise: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """Simulate the updates of one round; with a surrogate, each row's at parameters of its own."""
+        if self.attack.surrogate == "none":
+            return r.simulated_client.updates(r.params, batch, of_round, state)
+        parts: list[tuple[Tensors, Tensors]] = []
+        for row, where in enumerate(noise[r.of(PLACE)]):
+            params = on_the_line(r.params, {n: value[row] for n, value in observed.items()}, where)
+            own = [{n: value[row : row + 1] for n, value in part.items()} for part in (of_round, state)]
+            images = Batch(*(value[row : row + 1] for value in batch))
+            parts.append(r.simulated_client.updates(params, images, *own))
+        sent, after = ({n: torch.cat([part[i][n] for part in parts]) for n in parts[0][i]} for i in (0, 1))
+        return sent, after
+
     def objective_at(self, target_clients: Sequence[int], inputs: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
         """Return the objective of some target clients at inputs [V, B, ...] and values of optimised tensors.
 
         Known labels replace labels that were read off or are optimised.
         """
-        with torch.no_grad():
-            return self._cost(*self._arguments(target_clients, inputs, noise))
+        return self._best(lambda given: self._cost(*self._arguments(target_clients, inputs, given)), inputs, noise)
 
     def match_at(self, target_clients: Sequence[int], inputs: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
         """Return the match without priors of some target clients, with the arguments of `objective_at`."""
+        return self._best(lambda given: self._match(*self._arguments(target_clients, inputs, given)), inputs, noise)
+
+    def _best(
+        self, value: Callable[[Mapping[str, Tensor]], Tensor], inputs: Tensor, noise: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return values at given images; of several places on the line of a surrogate, those of the smallest first."""
         with torch.no_grad():
-            return self._match(*self._arguments(target_clients, inputs, noise))
+            if self.attack.surrogate == "none":
+                return value(noise)
+            tried: list[Tensor] = []
+            for share in PROBES:
+                places = {r.of(PLACE): inputs.new_full((len(inputs),), place(share)) for r in self.rounds}
+                tried.append(value({**noise, **places}))
+            values = torch.stack(tried)
+            best = values.flatten(2)[:, :, 0].argmin(0) if values.ndim > 2 else values.argmin(0)
+            return values[best, torch.arange(len(best), device=best.device)]
 
     def match(self, rows: Sequence[int], results: Tensors) -> Tensor:
         """Return the match without priors of these rows at their results."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gradveil.attacks.knowledge import How, Knowledge, Known
 from gradveil.attacks.labels import FoundLabels, find_labels, label_problems
+from gradveil.attacks.malicious.solved_images import alone_images, assembled, differences, filled_bins
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, in_closed_form
 from gradveil.attacks.undo_batch_defence import Undo, undoing, undone
 from gradveil.client import Client
@@ -178,22 +179,16 @@ class Planting(Checked, ABC):
         if WEIGHT not in seen.update or not isinstance(simulated_client.model, Planted):
             fix = "let the server send the client that `craft` returns"
             raise fail(f"attack {self.name}", "its block was not in the model that the client trained", fix)
-        target_clients, count = len(seen.target_clients), seen.examples
         weight, bias = (seen.update[name][:, : self.units].double() for name in (WEIGHT, BIAS))
         finite = weight.isfinite().flatten(1).all(1) & bias.isfinite().all(1)
         lower, upper = knowledge.space.bounds(weight)
         ends = [bound.expand(knowledge.space.shape).flatten() for bound in (lower, upper)]
         weight = (weight - bias.unsqueeze(2) * ends[0]) / (ends[1] - ends[0])
-        inputs = ((lower + upper) / 2).expand(target_clients, count, *knowledge.space.shape).clone()
-        missing = torch.ones(target_clients, dtype=weight.dtype, device=weight.device)
-        for target_client in range(target_clients):
-            if not bool(finite[target_client]):
-                continue
-            images, clear = self.read(weight[target_client], bias[target_client], count)
-            if len(images):
-                pixels = images[torch.arange(count, device=images.device) % len(images)].clamp(0, 1)
-                inputs[target_client] = lower + (upper - lower) * pixels.unflatten(1, knowledge.space.shape)
-            missing[target_client] = 1 - min(clear, count) / count
+
+        def read(place: int) -> tuple[Tensor, int]:
+            return self.read(weight[place], bias[place], seen.examples)
+
+        inputs, missing = assembled(read, finite, seen.examples, knowledge.space)
         targets = find_labels(
             self.labels, seen, simulated_client.undefended_update(), knowledge, key.child(Stream.LABELS)
         )
@@ -201,12 +196,6 @@ class Planting(Checked, ABC):
         like = seen.update[WEIGHT]
         result = in_closed_form(inputs.to(like), targets, missing.to(like), finite, began, progress)
         return undone(result, simulated_client, knowledge) if self.undo else result
-
-
-_CLEAR = 6.0
-"""Smallest ratio of a bin's gradient to the noise in empty bins."""
-_EXACT = 1e-9
-"""Share of the largest gradient below which a bin is empty, without noise."""
 
 
 @dataclass(frozen=True)
@@ -280,32 +269,13 @@ class Imprint(Planting):
 
     def read(self, weight: Tensor, bias: Tensor, count: int) -> tuple[Tensor, int]:
         """Subtract neighbouring rows; the bins with the largest gradients hold examples."""
-        alone, errors = weight, bias
-        if not self.sparse:
-            alone = torch.cat([weight[:-1] - weight[1:], weight[-1:]])
-            errors = torch.cat([bias[:-1] - bias[1:], bias[-1:]])
-        size = errors.abs()
-        # At most `count` bins are full. The noise is the median of all bins, or the largest of few empty ones.
-        empty = min((self.bins - 1) // 2, self.bins - count - 1)
-        noise = float(size.sort().values[empty]) if empty >= 0 else 0.0
-        baseline = max(_CLEAR * noise, _EXACT * float(size.max()))
-        best = size.argsort(descending=True, stable=True)[:count]
-        clear = int((size[best] > baseline).sum())
-        # If some bins are clear, the others contain only noise.
-        best = best[: clear or int((size[best] > 0).sum())]
-        return alone[best] / errors[best].unsqueeze(1), clear
+        rows, errors = (weight, bias) if self.sparse else (differences(weight), differences(bias))
+        best, clear = filled_bins(errors, count)
+        return rows[best] / errors[best].unsqueeze(1), clear
 
     def planted(self) -> str:
         """Describe the block."""
         return f"an imprint block of {self.bins} bins{self.and_decoys()} before the first layer"
-
-
-_SAME = 1e-3
-"""Relative distance up to which two rows' images are the same example."""
-_LISTED = 4
-"""Examined images per example."""
-_INSIDE = 0.99
-"""Share of an image's pixels that must lie in [0, 1], unlike those of a mixture."""
 
 
 @dataclass(frozen=True)
@@ -373,42 +343,8 @@ class Trap(Planting):
     def read(self, weight: Tensor, bias: Tensor, count: int) -> tuple[Tensor, int]:
         """Divide row by row; images of several rows that are not mixtures passed these rows alone."""
         passed = bias != 0
-        images = weight[passed] / bias[passed].unsqueeze(1)
-        if not len(images):
-            return images, 0
-        size = images.norm(dim=1)
-        near = torch.cdist(images, images) <= _SAME * torch.minimum(size.unsqueeze(0), size.unsqueeze(1))
-        strength, free = bias[passed].abs(), torch.ones(len(images), dtype=torch.bool, device=images.device)
-        distinct: list[int] = []
-        rows: list[int] = []
-        while len(distinct) < _LISTED * count and bool(free.any()):
-            alike = (near & free).sum(1) * free
-            most = alike.max()
-            place = int(torch.where(alike == most, strength, -1.0).argmax())
-            distinct.append(place)
-            rows.append(int(most))
-            free = free & ~near[place]
-            free[place] = False
-        whole = (images[distinct] - 0.5).abs().le(0.5 + _SAME).double().mean(1) > _INSIDE
-        alone = whole & ~_mixtures(images[distinct], whole)
-        # Sorting is stable: among the images alone, those of the most rows come first.
-        order = (~alone).long().argsort(stable=True)[:count].tolist()
-        clear = sum(rows[place] > 1 and bool(alone[place]) for place in order)
-        return images[[distinct[place] for place in order]], clear
+        return alone_images(weight[passed] / bias[passed].unsqueeze(1), bias[passed].abs(), count)
 
     def planted(self) -> str:
         """Describe the block."""
         return f"a block of {self.rows} trap rows{self.and_decoys()} before the first layer"
-
-
-def _mixtures(images: Tensor, ends: Tensor) -> Tensor:
-    """Mark mixtures: images that lie between two of the marked ones."""
-    products = images @ images.T
-    marks: list[Tensor] = []
-    for place in range(len(images)):
-        # Inner products of the differences to two other images: opposite directions if the image lies between them.
-        inner = products - products[place] - products[:, place : place + 1] + products[place, place]
-        size = inner.diagonal().clamp_min(0).sqrt() * ends
-        lengths = size.unsqueeze(1) * size
-        marks.append(((inner <= -(1 - _SAME) * lengths) & (lengths > 0)).any())
-    return torch.stack(marks)

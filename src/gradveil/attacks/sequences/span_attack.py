@@ -23,7 +23,7 @@ from gradveil.attacks.sequences.sentence_search import MEMBER as SECOND_MEMBER
 from gradveil.attacks.sequences.sentence_search import LogPrior, Sentence, SentenceSearch
 from gradveil.attacks.sequences.token_candidates import Candidates, rank_words
 from gradveil.attacks.sequences.token_companions import TokenCompanions
-from gradveil.attacks.sequences.token_span import TokenSpan, is_pruned, token_span
+from gradveil.attacks.sequences.token_span import TOLERANCE, TokenSpan, is_pruned, token_span
 from gradveil.attacks.sequences.word_prior import word_pairs
 from gradveil.attacks.sequences.word_rows import WordRows, word_rows
 from gradveil.client import Client
@@ -48,14 +48,24 @@ _TRIES = 40
 """Tokens per example from which a sentence is solved for."""
 _SCHEDULE = ((8, 12), (16, 32), (24, 64))
 """Width of the beam and words per position, tried in this order until a sentence is proved."""
+_MANY = 4
+"""Sentences of an encoder's batch above which only the narrowest beam is tried: wider ones find no more in minutes."""
 _CAUSAL = ((256, 1024),)
 """Prefixes of causal texts are tested exactly, so that one wide beam finds all texts."""
 _MOST = 1024
 """Members per position that are listed without a bag of words."""
 _RANKED = 16
 """Width of the beam under noise."""
+_PROPOSED = 64
+"""Width of the beam that proposes sentences by the first layer and the prior alone."""
+_IMPROVED = 3
+"""Proposed sentences per example that are improved word by word."""
 _LABELS = 10
 """Most classes that are tried to subtract a sentence."""
+_FALLS = 0.1
+"""Directions per token that a subtraction has to remove; in the hidden units' span it is about 1."""
+_SUBTRACTED = 3
+"""Rounding after a subtraction, relative to that of the update."""
 _DUST = 1e-4
 """Share of an embedding's row below which the rest of a subtraction is rounding."""
 _DIFFERENT = 0.3
@@ -112,7 +122,11 @@ class SpanAttack(Checked):
             proofs.append(float(sum(s.proved for s in sentences)))
         inputs, costs = torch.stack(texts), torch.tensor(costs)
         targets = token_targets(seen, simulated_client, knowledge, inputs)
-        result = in_closed_form(inputs, targets, costs, torch.isfinite(costs), began, progress)
+        # Sentences that nothing proves show that a defence works only if noise or pruning was expected and ranked.
+        proved = torch.tensor(proofs) == seen.examples
+        defended = any((simulated_client.batch, simulated_client.step, simulated_client.send))
+        sound = torch.isfinite(costs) & (proved | (self.ranked and defended))
+        result = in_closed_form(inputs, targets, costs, sound, began, progress)
         width = simulated_client.model.layout.word_table(seen.params).shape[1]  # type: ignore[union-attr]
         remarks = (
             Remark(f"{{}} of {width} directions of the first layer filled", tuple(ranks)),
@@ -186,7 +200,8 @@ class _Client:
             for anchor in self._anchors(system, left, [] if subtracts else found):
                 tries -= 1
                 solved = system.solve(anchor)
-                if solved.largest < _FITS:
+                known = {tuple(one.words.tolist()) for one in found}
+                if solved.largest < _FITS and tuple(system.words[solved.places].tolist()) not in known:
                     sentence = self._searching(system.candidates, left, _RANKED, None).measured(
                         system.words[solved.places]
                     )
@@ -222,7 +237,8 @@ class _Client:
         gradient = self.rest[name]
         if self.units is None or self.units[0] is not gradient:
             tokens = self.seen.examples * self.space.shape[0]
-            self.units = gradient, token_span([gradient], tokens, gradient.dtype, _FINE)
+            tolerance = _rounding([gradient], [self.seen.update[name][self.client]], _FINE)
+            self.units = gradient, token_span([gradient], tokens, gradient.dtype, tolerance)
         return self.units[1]
 
     def _anchors(self, system: TokenCompanions, left: int, found: Sequence[Sentence]) -> list[int]:
@@ -242,6 +258,8 @@ class _Client:
         """Search for the sentences that are left, prefix by prefix."""
         left = self.seen.examples - len(found)
         schedule = _CAUSAL if self.layout.causal else _SCHEDULE
+        if not self.layout.causal and left > _MANY:
+            schedule = _SCHEDULE[:1]
         level = 0
         while left and first.rank:
             widest = level == len(schedule) - 1
@@ -250,7 +268,7 @@ class _Client:
             tried = search.run(4 * left, avoid)
             proved = [one for one in tried if one.proved]
             if not proved and widest:
-                better = [search.improved(one) for one in tried[: 2 * left]]
+                better = [search.improved(one) for one in tried[: 2 * left]] if left <= _MANY else tried
                 proved = [one for one in better if one.proved]
                 if not proved:
                     found += _distinct(sorted(better, key=lambda one: one.cost), left)
@@ -280,7 +298,8 @@ class _Client:
         if not gradients:
             remedy = "train attention, or choose embedding-rows"
             raise fail(f"attack.{self.attack.name}", f"layer {layer} of attention was not sent", remedy)
-        return token_span(gradients, examples * self.space.shape[0], dtype)
+        before = [value[self.client] for value in self.layout.gradients(self.seen.update, layer)]
+        return token_span(gradients, examples * self.space.shape[0], dtype, _rounding(gradients, before, TOLERANCE))
 
     def _second(self, examples: int) -> TokenSpan | None:
         one = {name: value.unsqueeze(0) for name, value in self.rest.items()}
@@ -336,10 +355,17 @@ class _Client:
         length = self.space.shape[0] if rows is None or rows.length is None else rows.length
         bag = None if rows is None else rows.bag
         listed = rank_words(self.model, self.layout, self.params, span, length, self.attack.shortlist, bag)
-        beam = _RANKED
-        search = self._searching(listed, examples, beam, self.prior)
-        tried = _distinct(search.run(beam * length), examples)
-        return [search.improved(one) for one in tried]
+        search = self._searching(listed, examples, _RANKED, self.prior)
+        if self.layout.causal:
+            tried = _distinct(search.run(_RANKED * length), examples)
+            return [search.improved(one) for one in tried]
+        # Prefixes say little of the second layer: the first layer and the prior propose one sentence per length.
+        lengths: dict[int, list[Sentence]] = {}
+        for one in replace(search, second=None, beam=_PROPOSED).run(_PROPOSED * length):
+            lengths.setdefault(len(one.words), []).append(one)
+        proposed = [search.measured(one.words) for same in lengths.values() for one in same[:examples]]
+        best = sorted(proposed, key=lambda one: one.cost)[: _IMPROVED * examples]
+        return _distinct(sorted(map(search.improved, best), key=lambda one: one.cost), examples)
 
     def _subtracted(self, sentence: Sentence, first: TokenSpan) -> TokenSpan | None:
         """Subtract a sentence's gradient; return its words and the smaller span, None if it did not fit.
@@ -357,7 +383,7 @@ class _Client:
             if best is None or left < best[0]:
                 best = (left, self.rest, self.units)
         self.rest, self.units = before, units
-        if best is None or best[0] >= rank:
+        if best is None or best[0] > rank - _FALLS * len(sentence.words):
             return None
         self.rest, self.units = best[1:]
         return self._span(0, self.seen.examples)
@@ -406,6 +432,12 @@ class _Client:
                 words = torch.cat([one.words, torch.tensor([best])])
             completed.append(replace(one, words=words))
         return completed
+
+
+def _rounding(left: Sequence[Tensor], before: Sequence[Tensor], tolerance: float) -> float:
+    """Return the relative singular value of rounding in what subtractions left: it stays as large as it was before."""
+    shares = [float(one.norm() / other.norm().clamp_min(1e-30)) for one, other in zip(left, before, strict=True)]
+    return tolerance if min(shares) > 0.999 else _SUBTRACTED * tolerance / max(min(shares), 1e-30)
 
 
 _SAME = 0.01

@@ -21,9 +21,11 @@ Server = Literal["curious", "malicious"]
 Fact = Literal[
     "one example",
     "several examples",
+    "local steps",
     "wide first layer",
     "shown input",
     "patches",
+    "hidden layer",
     "chain",
     "solvable chain",
     "running statistics",
@@ -35,6 +37,7 @@ Fact = Literal[
 FACTS: dict[Fact, tuple[str, str]] = {
     "one example": ("an update is the gradient of one example", "an update holds several examples or local steps"),
     "several examples": ("an update holds several examples", "an update holds a single example"),
+    "local steps": ("an update is the sum of several local steps", "an update is one gradient"),
     "wide first layer": (
         "the first layer is fully connected and has a row for every example",
         "the first layer is not fully connected, or has fewer rows than the update has examples",
@@ -44,6 +47,10 @@ FACTS: dict[Fact, tuple[str, str]] = {
         "no layer with a bias takes all pixels",
     ),
     "patches": ("the model cuts inputs into patches", "the model does not cut inputs into patches"),
+    "hidden layer": (
+        "an image reaches a hidden layer whose units have biases",
+        "no image reaches a hidden layer with biases unchanged",
+    ),
     "chain": (
         "the model is a plain chain of layers",
         "the model is not a plain chain of layers",
@@ -140,7 +147,7 @@ RULES: tuple[Rule, ...] = (
         "the noise has a known covariance, by which entries are weighed",
         defence="shapes noise",
     ),
-    Rule(("dia",), "the units that were dropped are found together with the images", defence="drops units"),
+    Rule(("dia",), "the units that were dropped are found together with the examples", defence="drops units"),
     Rule(("pig",), "layers that the bottleneck's noise does not reach leak by themselves", defence="draws features"),
     # Rows: a search over probabilities of categories.
     Rule(
@@ -202,6 +209,12 @@ RULES: tuple[Rule, ...] = (
         defence="changes updates",
     ),
     Rule(
+        ("sme",),
+        "one gradient on the line between the parameters explains many steps, whatever their size and number",
+        update=("local steps",),
+        unlabelled="labels=restore",
+    ),
+    Rule(
         ("cdia(batchnorm=0.01)",),
         "the model carries running statistics, which say what activations were like in training",
         update=("running statistics",),
@@ -214,8 +227,9 @@ RULES: tuple[Rule, ...] = (
             "rob(bins=512, sparse=true)",
             "curious(rows=1024, share=0.03)",
             "fishing(simulated_client=full)",
+            "steering(simulated_client=full)",
         ),
-        "blocks whose rows are compared or stand alone, trap weights, and a last layer that favours few examples",
+        "blocks whose rows are compared or stand alone, trap weights, and a last layer that favours one class",
         unless=("transforms inputs",),
         server="malicious",
     ),
@@ -225,6 +239,7 @@ RULES: tuple[Rule, ...] = (
             "rob(bins=512, sparse=true, undo=true)",
             "curious(rows=1024, share=0.03, undo=true)",
             "fishing(simulated_client=full)",
+            "steering(simulated_client=full)",
         ),
         "the same, which undo the public transforms of what they read",
         defence="transforms inputs",
@@ -234,6 +249,12 @@ RULES: tuple[Rule, ...] = (
         ("rob(bins=512, sparse=true, decoys=64)", "rob(bins=512, sparse=true, decoys=256)"),
         "rows with larger gradients for a client to cut in the place of those that show the images: few and many",
         defence="zeros the largest",
+        server="malicious",
+    ),
+    Rule(
+        ("quantile", "quantile(part=0.25)", "conv-imprint"),
+        "a server that keeps the architecture: single examples open the units of a hidden layer, or its bins",
+        update=("several examples", "hidden layer"),
         server="malicious",
     ),
 )

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.protocol import Attack, CanRefuse
-from gradveil.audit.attack_selection import ADAPTIVE, UNDEFENDED, has_control, is_adaptive, undefended
-from gradveil.audit.attackers.attacker_table import RULES, Rule, aims_at
+from gradveil.audit.attack_selection import ADAPTIVE, MALICIOUS, UNDEFENDED, has_control, undefended, without_aim
+from gradveil.audit.attackers.attacker_table import RULES, Rule, Server, aims_at
 from gradveil.audit.attackers.update_facts import UpdateFacts
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.experiment import Experiment
@@ -61,13 +61,22 @@ class Decision:
         return f"applies ({ADAPTIVE_OPTION}): {self.rule.why}"
 
 
-def decide(experiment: Experiment) -> list[Decision]:
-    """Decide for every row that looks at updates whether it applies to this run, in the order of the table."""
+def decide(experiment: Experiment, attacks: Iterable[str] | None = None) -> list[Decision]:
+    """Decide for every row that looks at updates whether it applies to this run, in the order of the table.
+
+    Rows of a malicious server are decided only where the attacks, by default those of the run's configuration, have the
+    word for them.
+    """
+    malicious = MALICIOUS in _words(experiment.config.attacks if attacks is None else attacks)
     facts = [UpdateFacts(experiment, index) for index in range(len(experiment.config.client))]
     clients = _Clients(experiment)
     kind = experiment.space.words.kind
-    rules = (rule for rule in RULES if rule.seen and rule.server == "curious" and kind in rule.kinds)
+    rules = [rule for rule in RULES if rule.seen and kind in rule.kinds and (malicious or rule.server == "curious")]
     return [_decision(experiment, rule, text, facts, clients) for rule in rules for text in rule.attacks]
+
+
+def _words(attacks: Iterable[str]) -> set[str]:
+    return {text.strip().lower() for text in without_aim(attacks)}
 
 
 Choice = Callable[[Decision], bool]
@@ -84,11 +93,20 @@ def quick(decision: Decision) -> bool:
     return bool(decision.rule.weakness) and not decision.rule.undisturbed
 
 
+def planted(decision: Decision) -> bool:
+    """Let attacks of a server that changes the model join: what `malicious` expands to."""
+    return decision.rule.server == "malicious"
+
+
+def choice_of_texts(attacks: Iterable[str]) -> Choice | None:
+    """Return which attacks join those of these entries of a run: what their words expand to; None without a word."""
+    words = _words(attacks)
+    return every if ADAPTIVE in words else planted if MALICIOUS in words else None
+
+
 def choice_of(config: RunConfig) -> Choice | None:
     """Return which attacks on this run's updates join those that it names; None for none."""
-    if any(is_adaptive(text) for text in config.attacks):
-        return every
-    return quick if config.searches_first else None
+    return choice_of_texts(config.attacks) or (quick if config.searches_first else None)
 
 
 def widened(
@@ -96,8 +114,11 @@ def widened(
 ) -> tuple[Experiment, list[Decision], list[str]]:
     """Add what this run's updates give besides; return the decisions then, and what was added and why."""
     new = [each for each in decisions if not each.reason and not each.tried and joins(each)]
-    word = ADAPTIVE if joins is every else "attacks"
-    told = [f"{word}: {listing(each.attack for each in added)} too, since {rule.why}" for rule, added in _by_rule(new)]
+    words: Mapping[Server, str] = {"curious": ADAPTIVE if joins is every else "attacks", "malicious": MALICIOUS}
+    told = [
+        f"{words[rule.server]}: {listing(each.attack for each in added)} too, since {rule.why}"
+        for rule, added in _by_rule(new)
+    ]
     then = [each if each.reason or not joins(each) else replace(each, tried=True) for each in decisions]
     return _with_attacks(experiment, new), then, told
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from gradveil.attacks.closed_form.disturbed import prior_problems
 from gradveil.attacks.closed_form.unmix import Unmix
+from gradveil.attacks.malicious.hidden_units import CopiedRows, QuantileBiases
 from gradveil.attacks.protocol import Prospect
 from gradveil.audit.attackers.attacker_table import FACTS, Fact, Rule
 from gradveil.audit.experiment import Experiment
@@ -79,6 +80,10 @@ class UpdateFacts:
         if fact == "several examples":
             several = self.settings.examples > 1
             return SeenFact(several, holds if several else lacks)
+        if fact == "local steps":
+            local = self.client.local
+            steps = 1 if local is None else local.count(self.settings.examples // self.client.members)
+            return SeenFact(steps > 1, holds if steps > 1 else lacks)
         if fact == "changed update":
             slots = ((getattr(d, "step", None), getattr(d, "send", None)) for d in self.experiment.defences.values())
             changed = any(slot is not None for both in slots for slot in both)
@@ -96,6 +101,9 @@ class UpdateFacts:
         holds, lacks = FACTS[fact]
         if fact == "wide first layer":
             return _unless(list(Unmix().problems(self.prospect(self.client))), holds)
+        if fact == "hidden layer":
+            prospect = self.prospect(self.client)
+            return _unless([*QuantileBiases().problems(prospect), *CopiedRows().problems(prospect)], holds)
         if fact in ("chain", "solvable chain"):
             links, problems = self.links
             many = f"the model is a plain chain of {plural(len(links), 'layer')}"
