@@ -75,7 +75,7 @@ from gradveil.core.types import Batch, Domain, Loss
 from gradveil.data import Dataset, Splits
 from gradveil.data.given_examples import Examples, tensors_of
 from gradveil.data.pixel_range import Bounds, pixel_statistics
-from gradveil.data.text_arguments import text_arguments
+from gradveil.data.text_arguments import named_as, text_arguments
 from gradveil.defences import Defence, parse
 from gradveil.federated.training_run import TRAINING_RUN
 from gradveil.federated.training_run import describe as describe_training
@@ -83,7 +83,6 @@ from gradveil.federated.training_run import run as train
 from gradveil.federated.training_setup import TrainingSetting, TrainingTrial, device_problems, setting_problems
 from gradveil.federated.training_state import RoundResult, Status
 from gradveil.metrics import label_accuracy
-from gradveil.nn.models.hugging_face_text import INNER
 from gradveil.nn.module_paths import count_classes
 from gradveil.spaces import ImageSpace
 
@@ -489,7 +488,7 @@ def invert_update(
     made = named("attack", [attack], lambda text: make_attack(text, own=True), problems)
     against = named("defence", [defence], lambda text: parse(text, own=True), problems)
     if texts is not None:
-        update = _named_as(texts.model, model, update)
+        update = named_as(texts.model, model, update)
         model, shape, public = texts.model, cast("Any", texts.space.shape), texts.public
         true_inputs, true_labels = texts.examples or (None, None)
     else:
@@ -550,13 +549,6 @@ def _usual_attack(space: Space | None) -> str:
     if space is None or space.pictured:
         return "ig"
     return "tableak" if "columns" in space.offers else "span"
-
-
-def _named_as(wrapped: nn.Module, given: nn.Module, update: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Name an update of the caller's model as the wrapped model names its parameters."""
-    if wrapped is given or not isinstance(update, Mapping):
-        return update
-    return {name if name.startswith(f"{INNER}.") else f"{INNER}.{name}": value for name, value in update.items()}
 
 
 def _without_labels(attack: Attack) -> tuple[Attack, bool]:

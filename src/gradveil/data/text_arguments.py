@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gradveil.core.errors import fail
 from gradveil.data.dataset import Dataset
 from gradveil.data.given_texts import GivenTexts, Words, encode_texts, read_texts
-from gradveil.nn.models.hugging_face_text import reads_tokens, token_model
+from gradveil.nn.models.hugging_face_text import INNER, reads_tokens, token_model
 from gradveil.nn.token_layout import TokenModel
 from gradveil.spaces import TextSpace
 
@@ -88,3 +88,10 @@ def _sized(net: TokenModel, given: nn.Module, space: TextSpace) -> TokenModel:
     if net is not given:
         net.input_shape = space.shape  # type: ignore[assignment]
     return net
+
+
+def named_as(wrapped: nn.Module, given: nn.Module, update: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Name an update of the caller's model as the wrapped model names its parameters."""
+    if wrapped is given or not isinstance(update, Mapping):
+        return update
+    return {name if name.startswith(f"{INNER}.") else f"{INNER}.{name}": value for name, value in update.items()}

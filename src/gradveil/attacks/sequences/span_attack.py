@@ -299,7 +299,6 @@ class _Client:
     def _span(self, layer: int, examples: int) -> TokenSpan:
         one = {name: value.unsqueeze(0) for name, value in self.rest.items()}
         gradients = [value[0] for value in self.layout.gradients(one, layer)]
-        before = [value[self.client] for value in self.layout.gradients(self.seen.update, layer)]
         dtype = next(iter(self.params.values())).dtype
         adapted = None if gradients else adapter_span(self.rest, self.layout, self.params, layer, dtype)
         if adapted is not None:
@@ -307,6 +306,7 @@ class _Client:
         if not gradients:
             remedy = "train attention, or choose embedding-rows"
             raise fail(f"attack.{self.attack.name}", f"layer {layer} of attention was not sent", remedy)
+        before = [value[self.client] for value in self.layout.gradients(self.seen.update, layer)]
         return token_span(gradients, examples * self.space.shape[0], dtype, _rounding(gradients, before, TOLERANCE))
 
     def _second(self, examples: int) -> TokenSpan | None:
