@@ -7,6 +7,7 @@ from gradveil.audit.findings import findings_of
 from gradveil.audit.preflight import open_experiment
 from gradveil.core.errors import GradveilError
 from gradveil.federated.training_config import TrainConfig
+from gradveil.federated.training_setup import open_setting
 from gradveil.nn.token_layout import own_loss
 from tests.audit.runs import execute
 
@@ -47,3 +48,10 @@ def test_an_unknown_tokenizer_is_refused_by_its_setting():
     with pytest.raises(GradveilError) as caught:
         open_experiment(config)
     assert caught.value.problems[0].where == "data: tokenizer"
+
+
+def test_a_language_model_has_no_accuracy_that_trainings_compare():
+    config = TrainConfig(**TRAINING, data={"name": "reviews"}, model={"name": "small-decoder"})
+    with pytest.raises(GradveilError) as caught:
+        open_setting(config)
+    assert [problem.where for problem in caught.value.problems] == ["model.name"]

@@ -27,6 +27,7 @@ from gradveil.nn import surgery
 from gradveil.nn.check import check
 from gradveil.nn.models import build
 from gradveil.nn.module_paths import called, count_classes
+from gradveil.nn.token_layout import TokenModel
 from gradveil.nn.weight_files import misfits, put_weights, read_weights
 from gradveil.runs.run_folder import digest
 
@@ -329,7 +330,13 @@ def setting_problems(setting: TrainingSetting) -> Iterator[Problem]:
             problem = f"is {config.batch}, and the client with the most has {most} examples to train on"
             yield Problem("batch", problem, "lower it, or remove it: a gradient then uses all examples of a client")
         setting.initial(config.seeds[0], compared=True)
-        setting.plain(config.seeds[0]).trained()
+        plain = setting.plain(config.seeds[0])
+        plain.trained()
+        if isinstance(plain.model, TokenModel) and plain.model.layout.predicts_words:
+            problem = "predicts words, and a training compares how many examples get their class"
+            remedy = "choose a classifier, such as small-encoder; an audit without a training takes language models"
+            yield Problem("model.name", problem, remedy)
+            return
     except GradveilError as error:
         yield from (replace(p, where=p.where.removeprefix("client.")) for p in error.problems)
         return
