@@ -144,7 +144,8 @@ CURIOUS = [
 """All but those of texts and `unmix`, which is for batches: these clients have one image."""
 
 
-@pytest.mark.parametrize("name", [*CURIOUS, "analytic(prior=public)"])
+# The gradient of this model is the same at all parameters: `sme` has nothing to look for between them.
+@pytest.mark.parametrize("name", [*(name for name in CURIOUS if name != "sme"), "analytic(prior=public)"])
 def test_every_attack_respects_it_but_one_who_is_told_the_noise(name: str) -> None:
     """Who is told what was added subtracts it: the bound is of those who are not, and is not low by chance."""
     text = SHORT.get(name, name if "(" in name else f"{name}(iterations=12)")

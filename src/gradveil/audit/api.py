@@ -210,8 +210,8 @@ def audit_model(
     wanted = settings.get("target_clients", _TARGET_CLIENTS)
     countable = isinstance(client_batch, int) and isinstance(wanted, int)
     most = client_batch * (wanted + _SPEAKERS) if countable else None
-    refuse(list(wrong_objects(model, loss)))
-    texts = text_arguments(model, examples, public, tokenizer, length, most)
+    problems = list(wrong_objects(model, loss))
+    texts = None if problems else text_arguments(model, examples, public, tokenizer, length, most)
     if texts is not None:
         model, space, public = texts.model, texts.space, texts.public
         assert texts.examples is not None
@@ -232,7 +232,7 @@ def audit_model(
         "settings": settings,
         "space": space,
     }
-    problems = list(wrong_arguments(given))
+    problems += wrong_arguments(given)
     sound, title_of_model, done = not problems, type(model).__name__, []
     kind = "images" if space is None else space.words.kind
     searches_first = attacks is None
