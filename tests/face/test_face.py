@@ -14,7 +14,7 @@ from tests.architecture.source import SRC, Source, read
 
 PROMISED = {
     *("audit", "train", "invert", "Client", "Local", "Defence", "chain", "parse", "Knowledge", "Observation", "Key"),
-    *("GradveilError", "__version__", "audit_epsilon"),
+    *("GradveilError", "__version__", "audit_epsilon", "open_run"),
 }
 FACES = [source for source in read(SRC) if source.is_package]
 
