@@ -241,7 +241,7 @@ def test_read_recorded_with_a_replaced_model_raises(tmp_path):
 
 def test_read_recorded_with_a_mismatched_truth_raises(tmp_path):
     UpdateRecorder(tmp_path, truth=True).write(
-        1, "0", PARAMS, UPDATE, 3, truth=Batch(torch.zeros(2, 9), torch.zeros(2, dtype=torch.int64))
+        1, "0", PARAMS, UPDATE, 3, truth=Batch(torch.zeros(2, 3, 3), torch.zeros(2, dtype=torch.int64))
     )
     refused(tmp_path, "has inputs torch.float32", "has 2 inputs, targets (2,), and 3 examples")
 
