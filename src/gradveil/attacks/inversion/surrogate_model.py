@@ -40,6 +40,7 @@ def place(share: float) -> float:
 def on_the_line(params: Mapping[str, Tensor], update: Mapping[str, Tensor], where: Tensor) -> Tensors:
     """Return parameters on the line, given those before, the update (before minus after) and a value of the variable.
 
+    >>> import torch
     >>> on_the_line({"w": torch.zeros(1)}, {"w": torch.ones(1)}, torch.tensor(place(0.25)))["w"]
     tensor([-0.2500])
     """
