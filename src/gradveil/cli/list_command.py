@@ -163,7 +163,7 @@ def _switched(row: Row, flag: str) -> str:
 
 
 def _kind(kind: str, rows: Sequence[Row]) -> Iterator[RenderableType]:
-    """List one kind: arguments below each, those that most of them take once, at the end.
+    """List one kind: arguments below each, those that many of them take once, at the end.
 
     What costs something is compared in a table first, and its arguments are left to the page of each.
     """
@@ -171,12 +171,11 @@ def _kind(kind: str, rows: Sequence[Row]) -> Iterator[RenderableType]:
         yield from _compared(kind, rows)
         return
     counts = [argument["name"] for row in rows for argument in row.get("arguments", ())]
-    common = [name for name in dict.fromkeys(counts) if 2 * counts.count(name) > len(rows)]
+    common = [name for name in dict.fromkeys(counts) if 3 * counts.count(name) > len(rows)]
     own = {row["name"]: [each for each in row.get("arguments", ()) if each["name"] not in common] for row in rows}
     if any(own.values()):
         for row in rows:
-            title = row["usage"] if own[row["name"]] else row["name"]
-            yield Text(title, style="cyan")
+            yield Text(row["name"], style="cyan")
             yield Padding(Group(row["description"], *_lines(own[row["name"]]), _dim(row["citation"])), (0, 0, 1, 4))
     else:
         yield _names(rows)
