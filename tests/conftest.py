@@ -1,4 +1,4 @@
-"""What every test shares: one thread, no network for data sets, and the same Hypothesis examples in every run."""
+"""What every test shares: one thread, no network, no folder of data sets, the same Hypothesis examples every time."""
 
 import os
 
@@ -15,6 +15,7 @@ for name, value in {
     "RAY_USAGE_STATS_ENABLED": "0",
 }.items():
     os.environ.setdefault(name, value)
+os.environ.pop("GRADVEIL_DATA", None)  # tests use bundled data, whatever a developer has
 torch.set_num_threads(1)
 
 settings.register_profile("gradveil", deadline=None, derandomize=True)

@@ -59,9 +59,8 @@ def test_estimate_takes_recorded_seconds_before_the_cost_model() -> None:
 
 
 def test_missing_data_are_replaced_at_quick_scale_and_never_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.delenv("GRADVEIL_DATA", raising=False)
     paper, told = a_paper("mnist"), list[str]()
     done = paper.run("T1", runs=tmp_path, record=True, records=tmp_path / "records", seconds=0, tell=told.append)
     assert [record.defence for record in done] == ["none"], "the first row runs, then the time is over"
