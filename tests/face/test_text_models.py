@@ -80,6 +80,8 @@ def test_a_classifier_is_trained_on_texts(tokenizer):
         (((TEXTS, LABELS),), "tokenizer"),
         ((TEXTS, LABELS), "loss"),
         ((torch.tensor([[1, 5, 2]]),), "labels"),
+        ((([], []),), "batch: holds no texts"),
+        (((torch.rand(2, 5), torch.tensor([0, 1])),), "batch: holds no texts"),
     ],
 )
 def test_texts_that_cannot_be_audited_are_refused(arguments, place):

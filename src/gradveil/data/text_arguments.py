@@ -58,8 +58,11 @@ def text_arguments(
     if not (reads or tokenizer is not None or isinstance(examples, list | tuple | str | Mapping)):
         return None
     read = None if examples is None else read_texts(examples, where, limit)
-    if read is None and not (examples is None and reads):
+    if read is None and not reads:
         return None
+    if read is None and examples is not None:
+        what = f"holds no texts for a model that reads token numbers ({type(examples).__name__})"
+        raise fail(where, what, "give (texts, labels), whole token numbers [N, T] with labels, or a tokenizer's dict")
     net = token_model(model)
     changes = () if net is model else (WRAPPED,)
     words = Words(net.vocabulary_size, net.layout.padding, net.most_tokens)
