@@ -23,7 +23,7 @@ from gradveil.audit.display import result_table
 from gradveil.audit.error_bound import recovery_sentence
 from gradveil.audit.recommendation import MissingVerdict, Recommendation, recommend
 from gradveil.audit.result_rows import Row, TrialSetting, short_names, summarise
-from gradveil.audit.run_directory import UNFIT, Run, Trial
+from gradveil.audit.run_directory import NEEDLESS, UNFIT, Run, Trial
 from gradveil.audit.threat_model import scope, threat_model, untried
 from gradveil.audit.verdict import LEVELS, Level, Verdict, verdicts
 from gradveil.core.formatting import DASH, duration, interval, listing, number, percent, plural, size
@@ -494,6 +494,7 @@ def remarks_on(found: Findings, config: Mapping[str, Any], warnings: Sequence[st
     if assumed:
         yield f"Assumed of the recorded updates: {'; '.join(assumed)}."
     yield from _unbounded_guesses(rows)
+    yield from _left_out(found)
     yield from stopped(rows, config)
     yield from guaranteed(found)
     yield from recovery_limits(found)
@@ -511,6 +512,14 @@ def _unbounded_guesses(rows: Sequence[Row]) -> Iterator[str]:
             "Baseline: without public examples, it is the chance to tell an image from the others of its class. "
             "public=(inputs, labels), of which none is private, lowers it."
         )
+
+
+def _left_out(found: Findings) -> Iterator[str]:
+    """Name in a line the searches that were not needed, and how to have them."""
+    needless = [row for row in found.rows if (row.trial.failed or "").startswith(NEEDLESS)]
+    if needless:
+        which = listing(dict.fromkeys(f"{row.attack} on {row.defence}: {row.trial.failed}" for row in needless))
+        yield f"Left out: {which}. Name the attack to have it."
 
 
 def stopped(rows: Sequence[Row], config: Mapping[str, Any]) -> Iterator[str]:
