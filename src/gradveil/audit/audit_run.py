@@ -25,6 +25,7 @@ from gradveil.attacks.malicious.hidden_units import HiddenUnits
 from gradveil.attacks.malicious.planted_block import Planting
 from gradveil.attacks.protocol import Attack, Progress
 from gradveil.audit.attack_selection import TrialAddress, open_ended, target_clients, trials
+from gradveil.audit.attackers.needless_searches import needless
 from gradveil.audit.audit_config import AUTO, ClientConfig, RunConfig
 from gradveil.audit.budgets import (
     AUTO_SECONDS,
@@ -38,7 +39,6 @@ from gradveil.audit.budgets import (
 )
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.grants import told
-from gradveil.audit.needless_searches import needless
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.recorded.recorded_attack import recover_observed, score_observed
 from gradveil.audit.run_directory import Store, Trial
@@ -256,8 +256,24 @@ def run(
 
     open_parts: dict[str, dict[int, Recovered | str]] = {}
 
-    def work_on(tasks: Sequence[AuditTask]) -> None:
-        with schedule(Job(working(experiment), order, heard), tasks) as done:
+    def in_turn() -> Iterator[list[AuditTask]]:
+        """Yield the closed forms, which take seconds, then the searches that are needed still."""
+        quick, searches = _by_length(tasks, experiment)
+        if not experiment.until_broken:
+            yield [*quick, *searches]
+            return
+        yield quick
+        addresses = {trial.id: trial for trial in planned}
+        waiting = list(dict.fromkeys(task.trial for task in searches))
+        done_before = [store.read(trial.id) for trial in planned if trial.id in finished]
+        reasons = needless(waiting, [*done_before, *results], addresses)
+        for trial in waiting:
+            if trial.id in reasons:
+                finished_with(trial, failure(experiment, trial, name(experiment, trial), reasons[trial.id], unfit=True))
+        yield [task for task in searches if task.trial.id not in reasons]
+
+    for some in filter(None, in_turn()):
+        with schedule(Job(working(experiment), order, heard), some) as done:
             for task, part in done:
                 parts = open_parts.setdefault(task.trial.id, {})
                 parts[task.share] = part if isinstance(part, str) else recovered(part)
@@ -265,20 +281,6 @@ def run(
                     continue
                 whole = [parts[i] for i in sorted(open_parts.pop(task.trial.id))]
                 finished_with(task.trial, finish(experiment, task.trial, whole))
-
-    quick, searches = _by_length(tasks, experiment)
-    if not experiment.until_broken:
-        work_on([*quick, *searches])
-        return results
-    work_on(quick)
-    addresses = {trial.id: trial for trial in planned}
-    waiting = list(dict.fromkeys(task.trial for task in searches))
-    done_before = [store.read(trial.id) for trial in planned if trial.id in finished]
-    reasons = needless(waiting, [*done_before, *results], addresses)
-    for trial in waiting:
-        if trial.id in reasons:
-            finished_with(trial, failure(experiment, trial, name(experiment, trial), reasons[trial.id], unfit=True))
-    work_on([task for task in searches if task.trial.id not in reasons])
     return results
 
 

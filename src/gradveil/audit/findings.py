@@ -536,7 +536,7 @@ def stopped(rows: Sequence[Row], config: Mapping[str, Any]) -> Iterator[str]:
         own = "the iterations that their authors use" if config.get("budget") == AUTO else "their own iterations"
         yield (
             f"Budget: it stopped {each} of {own}; the rest would take about {duration(rest)} of computing "
-            f"(budget=None, or --budget none).{_in_an_hour(rows)}"
+            f"(budget=None, or --budget none).{_so_far(rows)}{_in_an_hour(rows)}"
         )
 
 
@@ -545,6 +545,16 @@ _NAMED = 3
 _HOUR = 3600
 _MANY = 10
 """Below so many times what a budget allowed, an hour on one target client is not worth a sentence."""
+
+
+def _so_far(rows: Sequence[Row]) -> str:
+    """Say what the searches that a budget stopped have found by then, of which the strongest did not find half."""
+    stopped = [row for row in rows if row.budget_share is not None and not row.is_control]
+    best = max(stopped, key=lambda row: (row.asr, row.headline or 0.0), default=None)
+    if best is None or best.headline is None or 2 * best.recovered >= best.images:
+        return ""
+    name, score = short_names(row.attack for row in rows)[best.attack], number(best.headline, 2)
+    return f" So far {name} recovers {best.recovered} of {best.images} (mean {best.words.metric} {score})."
 
 
 def _in_an_hour(rows: Sequence[Row]) -> str:
