@@ -65,7 +65,7 @@ def test_batches_with_too_many_tokens_for_a_span_are_recovered():
 def test_the_objective_at_the_truth_is_the_smallest():
     ids, labels = texts(1), torch.zeros(1, dtype=torch.long)
     client, observation = seen(encoder(32), ids, labels)
-    changed, attack = [noisy(observation, 1.0)], EmbeddingSearch(fluency=0, iterations=1, moves=0)
+    changed, attack = [noisy(observation, 1.0)], EmbeddingSearch(fluency=0, steps=1, moves=0)
     known = Knowledge(SPACE, 2, targets=labels.unsqueeze(0))
     other = texts(1, seed=1)
     at_truth, elsewhere = (attack.evaluate(changed, client, known, Key(0), x.unsqueeze(0), {}) for x in (ids, other))

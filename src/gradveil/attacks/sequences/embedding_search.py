@@ -61,7 +61,7 @@ class EmbeddingSearch(Checked):
     """Search the texts whose gradient has the smallest angle to the update, among fluent ones first."""
 
     name: str = "embedding-search"
-    iterations: Annotated[int, Range(1), "Steps in embedding space, without those that compare lengths."] = 300
+    steps: Annotated[int, Range(1), "Steps in embedding space, without those that compare lengths."] = 300
     shortlist: Annotated[int, Range(2), "Words per position that are mixed."] = 64
     moves: Annotated[int, Range(0), "Discrete moves that are tried after each 50 steps."] = 24
     fluency: Annotated[float, Range(0), "Weight of public word pairs; 0 needs no public texts."] = 0.01
@@ -110,7 +110,7 @@ class EmbeddingSearch(Checked):
         return replace(
             result,
             initial=torch.tensor(starts).double().exp(),
-            iterations=result.iterations * self.iterations,
+            iterations=result.iterations * self.steps,
             match=Simulated(simulated_client, observations).match(inputs, targets, key),
             remarks=(Remark("{}% of the update not explained by the texts", tuple((100 * misfit).tolist())),),
         )
@@ -210,7 +210,7 @@ class _Search:
             return draft
         proposed, draft = draft, self._with_lengths(draft)
         best = min(proposed, draft, key=lambda one: one.misfit)
-        left, stalls = self.attack.iterations, 0
+        left, stalls = self.attack.steps, 0
         while left > 0 and stalls < _STALLS:
             mixtures, _ = self._stepped(draft, min(_ROUND, left))
             left -= _ROUND
@@ -242,15 +242,13 @@ class _Search:
         return _Draft(texts, token_targets(own, self.simulated_client, known, inputs)[0])
 
     def _labelled(self, draft: _Draft) -> _Draft:
-        """Exchange labels that were not granted: noise on the last bias may have changed their signs."""
+        """Try every label of a single text, if none was granted: noise on the last bias may have changed its signs."""
         classes = self.knowledge.classes
-        if self.knowledge.targets is not None or self.spans.layout.predicts_words or classes > _LABELS:
+        granted = self.knowledge.targets is not None or self.spans.layout.predicts_words
+        if granted or len(draft.words) > 1 or classes > _LABELS:
             return draft
-        for place in range(len(draft.words)):
-            rows = draft.labels.repeat(classes, 1)
-            rows[:, place] = torch.arange(classes)
-            draft = min((self._measured(replace(draft, labels=row)) for row in rows), key=lambda one: one.misfit)
-        return draft
+        tried = [self._measured(replace(draft, labels=torch.tensor([label]))) for label in range(classes)]
+        return min(tried, key=lambda one: one.misfit)
 
     def _measured(self, draft: _Draft) -> _Draft:
         ids = padded(draft.words, len(draft.words), self.space)
