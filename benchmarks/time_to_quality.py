@@ -216,7 +216,7 @@ def main() -> None:
             if options.output:
                 new = not options.output.exists()
                 with options.output.open("a", newline="", encoding="utf-8") as file:
-                    writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", extrasaction="ignore")
+                    writer = csv.DictWriter(file, [*COLUMNS], lineterminator="\n", extrasaction="ignore")
                     if new:
                         writer.writeheader()
                     writer.writerow({**line, **facts()})
