@@ -8,7 +8,7 @@ from shutil import copytree
 
 import pytest
 
-from gradveil.assurance.statement import _chosen, assurance_of
+from gradveil.assurance.statement import _chosen, _neighbours, assurance_of
 from gradveil.assurance.threat_letters import letter_of
 from gradveil.audit.findings import findings_of
 from gradveil.audit.result_rows import Row
@@ -164,3 +164,10 @@ def test_unknown_defence_is_named(audit: Run) -> None:
     with pytest.raises(GradveilError) as caught:
         assurance_of(audit, "dgp")
     assert [problem.where for problem in caught.value.problems] == ["--defence"]
+
+
+def test_neighbours_of_a_client_name_the_epsilon_of_a_replaced_one() -> None:
+    one = {"unit": "client", "noise": 2.0, "releases": 1}  # twice the clip: as one added with half the noise
+    assert "replaced, epsilon is at most 4.377" in _neighbours([one], {"delta": 1e-5})
+    assert _neighbours([one | {"unit": "example"}], {}) == "one example added or removed"
+    assert _neighbours([one], {"sampling": "shuffled"}) == "one client replaced"

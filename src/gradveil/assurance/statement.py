@@ -26,6 +26,7 @@ from gradveil.core.errors import fail
 from gradveil.core.formatting import interval, listing, number, percent, plural
 from gradveil.core.release import __version__
 from gradveil.metrics import risk
+from gradveil.theory.accounting import Participation, epsilon
 
 SCHEMA = "gradveil.assurance/1"
 """The schema of the statement as JSON."""
@@ -350,8 +351,6 @@ def _formal(
     guarantee = str(info.get("guarantee") or "none")
     if not epsilon and cost is not None and cost.proof:
         guarantee, covers = cost.proof, f"{plural(cost.rounds, 'round')} of the training behind the accuracy"
-    replaced = planned.get("sampling") == "shuffled"
-    units = list(dict.fromkeys(str(each["unit"]) for each in bounds))
     members = int(((config.get("client") or [{}])[0]).get("members") or 1)
     seen = f"the sum of {members} clients" if members > 1 else "every single update"
     return Formal(
@@ -360,13 +359,31 @@ def _formal(
         planned.get("delta") if epsilon else None,
         str(planned.get("accountant", "")) if epsilon else "",
         covers,
-        f"one {' or '.join(units)} {'replaced' if replaced else 'added or removed'}" if units else "",
+        _neighbours(bounds, planned),
         f"the server, which sees {seen}, is not trusted",
         tuple(f"{text[0].upper()}{text[1:]}." for text in map(recovery_sentence, bounds)),
         bounds,
         _unbiased(verdict.best, bounds),
         _audited(verdict.defence, audited),
     )
+
+
+def _neighbours(bounds: Sequence[Mapping[str, Any]], planned: Mapping[str, Any]) -> str:
+    """Name what neighbouring data sets differ in; of a client also the epsilon if its data are replaced.
+
+    A server that sees single updates sees who sent one, so that only another update in its place hides anything. It
+    moves a sum by twice the clip. Sampling is not counted.
+    """
+    units = list(dict.fromkeys(str(each["unit"]) for each in bounds))
+    replaced = planned.get("sampling") == "shuffled"
+    named = f"one {' or '.join(units)} {'replaced' if replaced else 'added or removed'}" if units else ""
+    clients = [each for each in bounds if each["unit"] == "client"]
+    if replaced or not clients:
+        return named
+    noise, releases = clients[-1]["noise"], clients[-1]["releases"]
+    fixed = Participation(releases, 1.0, planned.get("delta") or Participation.delta, "shuffled", at_most=releases)
+    of_them = f"of {plural(releases, 'release')}, sampling not counted"
+    return f"{named}; with one client replaced, epsilon is at most {epsilon(noise, fixed):.4g} ({of_them})"
 
 
 def _unbiased(best: Row, bounds: Sequence[Mapping[str, Any]]) -> float | None:
