@@ -100,6 +100,7 @@ _IN_ORDER = (
         "tv",
         "tv_over",
         "l2",
+        "denoise",
         "objective",
         "ignore",
         "labels",
@@ -192,6 +193,8 @@ class InversionEntry(AttackEntry):
             given.setdefault("simulated_client", "full")
             given["knowledge"] = undoing(given.get("knowledge", attack.knowledge))
         if given.get("start") == "solved" and given.get("simulated_client", attack.simulated_client) == "full":
+            given["knowledge"] = {**given.get("knowledge", attack.knowledge), "public": Known()}
+        if given.get("denoise"):  # a denoiser is trained on public images
             given["knowledge"] = {**given.get("knowledge", attack.knowledge), "public": Known()}
         if given.get("share") is not None:  # a gate is fitted to public images
             given["knowledge"] = {**attack.knowledge, "public": Known()}
