@@ -154,7 +154,7 @@ class HiddenNoise(Transform):
         return tmap(lambda value: sends * (value + std * torch.randn(value.shape)), update), state
 
 
-class OwnUpdate(Client):
+class ClientWithOwnUpdate(Client):
     """Clips the gradients and adds noise to their sum in its own `update`."""
 
     def update(self, params, batch, noise, state):
@@ -185,7 +185,7 @@ def test_faulty_client_violates_its_claim(fault: str) -> None:
 @pytest.mark.parametrize(
     "client",
     [
-        OwnUpdate(Tiny()),
+        ClientWithOwnUpdate(Tiny()),
         Client(Tiny(), step=chain(clip=HONEST_CLIP, noise=HiddenNoise(1.0))),
         Client(Tiny(), step=chain(clip=HONEST_CLIP, noise=HiddenNoise(1.0, silent=0.3))),
     ],

@@ -79,7 +79,7 @@ def test_a_batch_that_can_be_unmixed_is_a_leak_of_the_first_layer(local: Local |
     assert separated_from(net, batch.inputs, noisy)[1] == frozenset()
 
 
-class HeadFirst(torch.nn.Module):
+class SecondLayerFirst(torch.nn.Module):
     """A perceptron whose second layer is defined first."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ def test_a_leak_by_unmixing_is_seen_however_the_first_layer_takes_the_images(
     if case == "wide":  # all 64 rows cost too much, their combinations do not
         monkeypatch.setattr(separated_examples, "_COST", 100 * 2 * 12**2 * 9216 + 63**2 * 3135)
     inputs = images.flatten(1) if case == "flat" else images.mean(1) if case == "no channel" else images
-    client = Client(HeadFirst() if case == "head first" else net)
+    client = Client(SecondLayerFirst() if case == "head first" else net)
     sent, _ = drawn_update(client, client.params(), *ClientTask(Batch(inputs, targets), Key(0), {}))
     assert len(separated_from(client.model, inputs, sent)[1]) >= 6
 
