@@ -19,7 +19,7 @@ from gradveil.audit.defence_costs import Costs, DefenceCost
 from gradveil.audit.error_bound import recovery_sentence
 from gradveil.audit.findings import Findings, findings_of
 from gradveil.audit.result_rows import Row
-from gradveil.audit.run_directory import Run, results_digest
+from gradveil.audit.run_directory import NEEDLESS, Run, results_digest
 from gradveil.audit.threat_model import untried
 from gradveil.audit.verdict import LEVELS, Level, Verdict, eligible
 from gradveil.core.errors import fail
@@ -257,7 +257,8 @@ def _budget(row: Row) -> str:
 
 
 def _undefended(best: Row, rows: Sequence[Row]) -> str:
-    same = [row for row in rows if row.undefended and row.attack == best.attack and row.images]
+    same = [row for row in rows if row.undefended and (row.attack, row.setting) == (best.attack, best.setting)]
+    same = [row for row in same if row.images]
     if not same:
         return ""
     row = max(same, key=lambda each: each.identifiable / each.images)
@@ -351,8 +352,8 @@ def _formal(
     guarantee = str(info.get("guarantee") or "none")
     if not epsilon and cost is not None and cost.proof:
         guarantee, covers = cost.proof, f"{plural(cost.rounds, 'round')} of the training behind the accuracy"
-    members = int(((config.get("client") or [{}])[0]).get("members") or 1)
-    seen = f"the sum of {members} clients" if members > 1 else "every single update"
+    members = sorted({int(client.get("members") or 1) for client in config.get("client") or [{}]})
+    seen = " or ".join(f"the sum of {count} clients" if count > 1 else "every single update" for count in members)
     return Formal(
         "none" if verdict.undefended else guarantee,
         epsilon,
@@ -429,3 +430,7 @@ def _unfinished(result: Findings) -> Iterator[str]:
         yield f"{plural(result.undone, 'trial')} of this run that {'is' if result.undone == 1 else 'are'} not done"
     if failed := [f"{row.attack} on {row.defence}" for row in result.broken if not row.is_control]:
         yield f"{plural(len(failed), 'trial')} of this run that failed: {listing(dict.fromkeys(failed))}"
+    needless = [row for row in result.rows if (row.trial.failed or "").startswith(NEEDLESS)]
+    if needless:
+        which = dict.fromkeys(f"{row.attack} on {row.defence}" for row in needless)
+        yield f"searches that were left out, since closed forms broke the defence: {listing(which)}"

@@ -127,7 +127,7 @@ def exposure(
     read = frozenset[int]().union(*(layer.read for layer in layers))
     summed = _of_all(client, batch, sent) if client.local is not None else 0
     between = 0 if last is None else _of_all(client, batch, {n: sent[n] - v for n, v in last.items() if n in sent})
-    path, unmixed = separated_from(client.model, batch.inputs, sent)
+    path, unmixed = separated_from(client.model, batch.inputs, sent, params)
     share = max(len(read) / len(inputs), min(1.0, max(summed, between, len(unmixed)) / len(inputs)))
     suspects = [side for layer in layers for side in layer.sides if _suspect(side, len(inputs))]
     suspected = frozenset(layer.layer for layer in layers if not set(suspects).isdisjoint(layer.sides))
