@@ -46,3 +46,9 @@ def test_sentences_are_recovered_recorded_and_shown(tmp_path):
     page = audit_page(recorded)
     assert "--no-images" not in page
     assert all(word not in page for word in ("true images", "Mean image", "reconstruction of images"))
+
+
+def test_more_clients_than_tokens_are_attacked_behind_pruning(tmp_path):
+    settings = SETTINGS | {"target_clients": 6, "data": {"name": "reviews", "tokens": 4}}
+    recorded, _ = execute(RunConfig(**settings, attacks=["embedding-rows"], defences=["dgp"]), tmp_path / "run")
+    assert all(trial.failed is None for trial in recorded.trials), "tokens have no distance to bound an error in"

@@ -102,8 +102,10 @@ def taylor_errors(
 
     `left_out` [V] is the distance of what was sent from the gradient. The result is of first order, and for attackers
     whose images have what was sent as their whole gradient: one who reads the mask off the zeros need not obey it. NaN
-    where the gradient does not depend on the image.
+    where the gradient does not depend on the image, and of texts, whose tokens are numbers without distances.
     """
+    if not truth.raw.inputs.is_floating_point():
+        return torch.full_like(left_out, torch.nan)
     plain, noise, state = undefended(client, base, seen.params, truth)
     lower, upper = experiment.space.bounds(truth.raw.inputs)
     pixels = (truth.raw.inputs - lower) / (upper - lower)
