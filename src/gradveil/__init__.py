@@ -94,7 +94,8 @@ def audit(
     examples are one target client (the last are nobody's where a defence lets other clients speak before a round:
     `adgp`). `loss` takes (outputs, targets), cross-entropy if none is given. Defences and attacks are texts as on the
     command line (`"dp(clip=20, sigma=1e-3)"`, `"ig(iterations=500)"`) or objects. Without `attacks`, a search that
-    simulates every defence (of images `cdia`, of texts `span-rank`) and the closed forms that apply are tried. A model
+    simulates every defence (of images `portfolio`, of texts `span-rank`) and the closed forms that apply are tried; no
+    search is made of what a closed form breaks. A model
     of transformers that reads texts takes (strings, labels) with its `tokenizer`, or token numbers: a tensor, or a dict
     as tokenizers return it. Language models need no labels and have their own loss. `length` cuts texts to so many
     tokens.

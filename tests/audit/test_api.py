@@ -117,10 +117,27 @@ def test_without_attacks_an_adaptive_search_and_closed_forms_are_tried() -> None
     flat = nn.Sequential(nn.Flatten(), nn.Linear(256, 8), nn.Sigmoid(), nn.Linear(8, 3))
     result = audited(model=flat, attacks=None, defences=("none", "gaussian(1e-9)"), iterations=4)
     tried = {(row["defence"], row["attack"].partition("(")[0], row["attacker"]) for row in result.summary()}
-    assert ("gaussian(1e-9)", "cdia", "adaptive") in tried
+    assert ("gaussian(1e-9)", "portfolio", "adaptive") in tried
     assert ("none", "analytic", "undefended") in tried
-    assert result.summary()[1]["recovered"] == 2
-    assert {row["attack"].partition("(")[0] for row in audited(attacks=None, iterations=4).summary()} == {"cdia"}
+    assert {row["recovered"] for row in result.summary() if row["attack"] == "analytic"} == {2}
+    search = {row["attack"].partition("(")[0] for row in audited(attacks=None, iterations=4).summary()}
+    assert search == {"portfolio"}
+
+
+def test_closed_forms_come_first_and_no_search_is_made_of_what_they_break(capsys: pytest.CaptureFixture[str]) -> None:
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(256, 8), nn.Sigmoid(), nn.Linear(8, 3))
+    given: dict[str, Any] = {"model": flat, "batch": examples(8), "client_batch": 1, "iterations": 4, "progress": True}
+    broken = audited(**given, attacks=None)
+    assert broken.verdicts[0].level == "broken"
+    assert [row["attack"].partition("(")[0] for row in broken.summary() if row["failed"] is None] == ["analytic"]
+    assert "[1/2] analytic" in capsys.readouterr().err
+    assert "Left out: portfolio" in str(broken)
+    kept = audited(**given, attacks=None, defences=("none", "gaussian(10)"))
+    assert {(row["defence"], row["attack"].partition("(")[0]) for row in kept.summary() if row["failed"] is None} == {
+        (defence, attack) for defence in ("none", "gaussian(10)") for attack in ("analytic", "portfolio")
+    }
+    named = audited(**given, attacks=["cdia", "analytic"])
+    assert all(row["failed"] is None for row in named.summary())
 
 
 def test_a_result_has_its_verdict_table_and_pictures_in_a_notebook() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradveil.attacks.closed_form.first_layer import Analytic
-from gradveil.attacks.inversion.descent import Descent
+from gradveil.attacks.inversion.descent import Cosine, Descent, Plateau
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.inversion.problem import InversionProblem
 from gradveil.attacks.learned import Learned
@@ -76,13 +76,13 @@ def test_halving_pays_for_few_restarts():
     assert spent == {"ig(restarts=8, halving=true, report=1)": [40, 40]}
 
 
-def timed(seconds):
-    """Return a clock that says so, and the list of what it timed."""
+def timed(seconds, beginning=0.0):
+    """Return a clock by which an iteration (of a learner, the whole) takes so long, and the list of what it timed."""
     tried = []
 
     def time_of(attack):
         tried.append(attack)
-        return seconds
+        return beginning + seconds * (1 if isinstance(attack, Learned) else attack.descent.iterations)
 
     return tried, time_of
 
@@ -95,22 +95,30 @@ def test_seconds_become_iterations_that_are_written_down(tmp_path):
         return Plans(read_plans(folder, numbers), partial(write_plan, folder, numbers))
 
     attack = Inversion("slow", descent=Descent(iterations=10**12))
-    tried, time_of = timed(0.5)
+    tried, time_of = timed(0.05, beginning=1.5)
     first = within(Budget(60, "seconds"), attack, BudgetShare(1, 2, 2), time_of, plans())
-    assert [run.descent.iterations for run in tried] == [1, 10]
-    assert first.descent.iterations == 1200  # ten iterations in half a second
+    assert [run.descent.iterations for run in tried] == [1, 11, 1]
+    assert first.descent.iterations == 1200  # whatever a search takes before its first iteration
     again = within(Budget(60, "seconds"), attack, BudgetShare(1, 2, 2), time_of, plans())
-    assert (again, len(tried)) == (first, 2)
+    assert (again, len(tried)) == (first, 3)
     assert json.loads((folder / "0-1-iterations.json").read_text()) == [first.descent.iterations]
     half = within(Budget(60, "seconds"), attack, BudgetShare(2, 1, 2), time_of, Plans())
     assert half.descent.iterations == 300
 
 
 def test_a_slow_search_is_measured_on_few_iterations():
-    tried, time_of = timed(4.0)
+    tried, time_of = timed(2.5)
     slow = within(Budget(60, "seconds"), Inversion("slow"), BudgetShare(1, 2, 2), time_of, Plans())
-    assert [run.descent.iterations for run in tried] == [1, 2]
-    assert slow.descent.iterations == 30
+    assert [run.descent.iterations for run in tried] == [1, 4, 1]
+    assert slow.descent.iterations == 24
+
+
+def test_a_search_that_a_time_budget_stops_early_lowers_its_step_size_until_its_end():
+    attack = Inversion("long", descent=Descent(schedule=Plateau(400), iterations=10**6))
+    short = within(Budget(100, "seconds"), attack, BudgetShare(1, 2, 2), timed(0.1)[1], Plans())
+    assert (short.descent.iterations, type(short.descent.schedule)) == (1000, Cosine)
+    counted = within(Budget(2000, "target-iterations"), attack, BudgetShare(1, 2, 2), timed(0.1)[1], Plans())
+    assert (counted.descent.iterations, counted.descent.schedule) == (1000, Plateau(400))
 
 
 def test_the_time_of_a_search_leaves_out_what_is_compared_afterwards(monkeypatch):

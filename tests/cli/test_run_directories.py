@@ -51,7 +51,7 @@ def test_a_run_without_a_file_is_named_after_model_and_data(small: Path, capsys:
     asked = ["audit", "--model", "lenet-zhu", "--data", "faces", "--set", "data.size=16", "--target-clients", "2"]
     assert run([*asked, "--iterations", "2", "--workers", "1"]) == 0
     done = load_run("runs/lenet-zhu-faces")
-    assert [trial.info["attack"] for trial in done.trials] == ["cdia"]
+    assert [trial.info["attack"] for trial in done.trials] == ["portfolio"]
     assert run(["audit", "--model", "lenet-zhu"]) == 2
     assert "--data: is missing" in capsys.readouterr().err
 

@@ -165,6 +165,18 @@ def named_twice(module: nn.Module) -> nn.Module:
     return nn.Sequential(module, nn.Tanh(), module, nn.Tanh(), nn.Linear(6, 4))
 
 
+class Words(nn.Module):
+    """Rows of a table, chosen by the signs of what comes in; some twice, and one that padding leaves out."""
+
+    def __init__(self, padding: int | None) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(3, 6, padding_idx=padding), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (x.detach()[..., 0] > 0).long() + (x.detach()[..., 1] > 0).long()
+        return self.head((self.table(ids) * x).sum(1).tanh())
+
+
 HAND_MADE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "used twice, tied, broadcast": (Twice, (3, 2, 5, 6)),
     "one module under two names": (lambda: named_twice(nn.Linear(6, 6)), (3, 2, 6)),
@@ -176,6 +188,8 @@ HAND_MADE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "frozen norm": (lambda: Norms(FrozenNorm(4)), (2, 2, 3, 7, 6)),
     "batch norm, evaluation": (lambda: Norms(nn.BatchNorm2d(4)).eval(), (2, 2, 3, 7, 6)),
     "large images, one convolution a target client": (lambda: Norms(nn.Conv2d(4, 4, 1)), (2, 1, 3, 60, 60)),
+    "embedding": (lambda: Words(None), (3, 2, 5, 6)),
+    "embedding, padded": (lambda: Words(1), (3, 2, 5, 6)),
     "dropout": (lambda: nn.Sequential(nn.Linear(6, 5), Dropout(0.5), nn.Tanh(), nn.Linear(5, 4)), (3, 2, 6)),
     "penalty": (lambda: nn.Sequential(nn.Linear(6, 5), KL(), nn.Tanh(), nn.Linear(5, 4)), (3, 2, 6)),
 }

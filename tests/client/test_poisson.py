@@ -8,6 +8,7 @@ import torch
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.knowledge import Known
 from gradveil.client import Client, Local
+from gradveil.client.defended_gradient import At
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.tree import norm, squared_norm, stack, tmap
@@ -19,6 +20,7 @@ from gradveil.defences.privacy_warnings import suspicions
 from gradveil.theory.accounting import Participation
 from tests.laws.cases import DOMAIN, B, T, Tiny, V, draw, draw_batch
 
+reference = At.each
 POISSON = Client(Tiny(), local=Local(batch=2, lr=0.3, steps=T, momentum=0.9, sampling="poisson"), domain=DOMAIN)
 TEXTS = [
     "none",
@@ -63,6 +65,17 @@ def test_poisson_step_ignores_examples_not_drawn(text: str, absurd: float):
     several = Batch(batch.inputs[None], batch.targets[None])
     both, _ = client.updates(params, several, stack([noise]), stack([state]))
     torch.testing.assert_close(both, stack([wanted]))
+
+
+@pytest.mark.parametrize("text", ["none", "dp(clip=0.3, sigma=0.5)", "soteria"])
+def test_poisson_step_computes_gradients_of_drawn_examples_only(text: str, monkeypatch: pytest.MonkeyPatch):
+    client, sizes = one_step(text), []
+    monkeypatch.setattr(At, "each", lambda at: sizes.append(len(at.batch.inputs)) or reference(at))
+    monkeypatch.setattr(At, "weighed", lambda *_: None)
+    params, batch, noise, state = draw(client)
+    noise["inclusion"] = torch.tensor([[1.0, 0.0, 1.0, 0.0]], dtype=torch.float64)
+    client.update(params, batch, noise, state)
+    assert sizes == [2]
 
 
 def test_poisson_step_may_be_empty():

@@ -17,11 +17,14 @@ from gradveil.client import Client, ClientTask, Local, drawn_update, first_gradi
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch, Domain
+from gradveil.data import load
 from gradveil.defences import parse
 from gradveil.federated.isolated_examples import Owned, difference, partners, solved
 from gradveil.federated.model_inspection import inspect
-from gradveil.federated.update_inspection import Exposure, exposure, guarded_update
+from gradveil.federated.separated_examples import separable, separated_from
+from gradveil.federated.update_inspection import ALLOWED, Exposure, exposure, guarded_update
 from gradveil.gradients.objective import example_gradients
+from gradveil.nn.models import build
 from gradveil.nn.normalisation import BatchStatistics
 from gradveil.spaces import ImageSpace
 from tests.federated.honest_models import HONEST, UNSCALED, batches, initialised, trained
@@ -55,6 +58,31 @@ QUICK = (
     *("lenet", "resnet, zero convolutions", "vit", "lora", "pruned rows", "binary cnn"),
     *("mlp, leaky", "wide mlp, 5 epochs, leaky"),
 )
+
+
+@pytest.mark.parametrize("local", [None, Local(batch=8, lr=0.05, epochs=1)])
+def test_a_batch_that_can_be_unmixed_is_a_leak_of_the_first_layer(local: Local | None) -> None:
+    """No row of an honest perceptron's gradient shows one image, but all of them together do."""
+    public = load("patches").public
+    batch, other = (Batch(public.inputs[i : i + 24], public.targets[i : i + 24]) for i in (0, 24))
+    net = build("mlp", channels=3, size=32, classes=len(public.classes), generator=Key(0).generator())
+    client = Client(net, local=local)
+    sent, _ = drawn_update(client, client.params(), *ClientTask(batch, Key(0), {}))
+    shown = exposure(client, client.params(), batch, sent)
+    assert shown.unmixed >= 18
+    leak = shown.leak(0.9 if local is None else ALLOWED)
+    assert leak is None if local is None else leak is not None and leak.where == "update.body.layer0.linear"
+    assert f"{shown.unmixed} examples" in str(shown.leak())
+    assert len(separated_from(net, other.inputs, sent)[1]) <= 4  # smooth patches are alike
+    noisy = {name: value + 10 * value.std() * torch.randn_like(value) for name, value in sent.items()}
+    assert separated_from(net, batch.inputs, noisy)[1] == frozenset()
+
+
+def test_a_separation_that_would_take_long_is_not_made() -> None:
+    assert separable(torch.empty(512, 3072), 64, (3, 32, 32))
+    many, few, wide = ((512, 3072), 65, (3, 32, 32)), ((8, 3072), 8, (3, 32, 32)), ((9000, 9000), 32, (9000,))
+    for rows, examples, shape in (many, few, wide):
+        assert not separable(torch.empty(rows), examples, shape)
 
 
 def some(count: int, start: int = 0) -> Batch:

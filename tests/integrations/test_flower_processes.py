@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from gradveil.core.noise import Key
+from gradveil.data import load
 from gradveil.federated.aggregate import Server
 from gradveil.federated.engine import ClientShare, Federation, train
 from gradveil.integrations.flower.flower_records import decoded
@@ -28,13 +29,14 @@ from tests.federated.small_federations import federation
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
 EXAMPLE, WAITING = ROOT / "examples" / "flower_app", Path(__file__).parent / "waiting_app"
+TEXTS = ROOT / "examples" / "flower_text_app"
 PATIENCE = 600
 """Seconds; on a machine with nothing else to do all of it takes two minutes."""
 
 
-def commands(*words: str) -> list[str]:
-    """The commands of the README that have all of these words."""
-    blocks = re.findall(r"```console\n(.*?)```", (EXAMPLE / "README.md").read_text("utf-8"), re.DOTALL)
+def commands(*words: str, example: Path = EXAMPLE) -> list[str]:
+    """The commands of an example's README that have all of these words."""
+    blocks = re.findall(r"```console\n(.*?)```", (example / "README.md").read_text("utf-8"), re.DOTALL)
     lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
     return [line for line in lines if all(word in line for word in words)]
 
@@ -155,17 +157,38 @@ def with_fixed_key(folder: Path) -> Path:
     return copy
 
 
-def test_the_example_in_simulation_ends_with_the_engines_parameters(tmp_path, surroundings, monkeypatch):
-    """Five rounds as the README starts them, but for a fixed key; then the engine trains with the same one."""
-    example = with_fixed_key(tmp_path / "example")
+def simulated(command: str, example: Path, surroundings, tmp_path: Path) -> tuple[list[float], str]:
+    """Run an example in simulation; return the accuracy of each round, and all that it printed."""
     port, log = surroundings["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"], tmp_path / "server.log"
     # `flwr run` would start this one itself, and leave it running where nobody stops it.
     local = f"flower-superlink --insecure --simulation --host 127.0.0.1 --port {port}"
     with started(local, surroundings, log, tmp_path) as process:
         wait(lambda: listening(port), process, "a SuperLink", log)
-        [command] = commands("flwr run . --stream")
         output = run(command, surroundings, example)
-    accuracies = [float(value) for value in re.findall(r"MetricRecord: \{'accuracy': ([\d.e-]+)\}", output)]
+    return [float(value) for value in re.findall(r"MetricRecord: \{'accuracy': ([\d.e-]+)\}", output)], output
+
+
+def test_clients_of_the_text_example_send_noise_at_words_that_they_do_not_have(tmp_path, surroundings):
+    """Undefended, the rows of an embedding that change are the words of a client's sentences."""
+    [command] = commands("flwr run . --stream", example=TEXTS)
+    accuracies, output = simulated(f"{command} --run-config rounds=1", TEXTS, surroundings, tmp_path)
+    assert len(accuracies) == 1
+    assert "refused" not in output
+
+    texts = load("reviews").public
+    for number in (0, 1):
+        [home] = (tmp_path / ".gradveil" / "flower" / f"partition-{number}").glob("run-*")
+        answer = load_file(home / "answer-1")
+        received = {key.removeprefix("received."): value for key, value in answer.items() if key != "sent"}
+        moved = decoded(bytes(answer["sent"].numpy()), received, {})["words.weight"].any(1)
+        assert int(moved.sum()) == len(texts.space.vocabulary) > len(texts.inputs.unique())
+
+
+def test_the_example_in_simulation_ends_with_the_engines_parameters(tmp_path, surroundings, monkeypatch):
+    """Five rounds as the README starts them, but for a fixed key; then the engine trains with the same one."""
+    example = with_fixed_key(tmp_path / "example")
+    [command] = commands("flwr run . --stream")
+    accuracies, output = simulated(command, example, surroundings, tmp_path)
     assert len(accuracies) == 5
     assert accuracies[-1] > 0.8
     assert "refused" not in output

@@ -244,6 +244,7 @@ def test_what_holds_within_a_budget_only_says_so_and_what_more_takes() -> None:
     (line,) = [line for line in printed(some).splitlines() if line.startswith("Budget: ")]
     assert "ig at 10% of their own iterations" in line
     assert "about 9 min 0 s of computing" in line
+    assert "So far ig recovers 0 of 32" in " ".join(printed(some).split())
 
 
 def test_transformed_images_count_on_every_surface() -> None:

@@ -96,7 +96,7 @@ BUDGET = rf"^\s*({AUTO}|\d+(\.\d+)?\s*[smh]?)\s*$"
 """How a budget is written."""
 
 
-FIRST_SEARCH = {"images": "cdia", "rows": "tableak", "texts": "span-rank"}
+FIRST_SEARCH = {"images": "portfolio", "rows": "tableak", "texts": "span-rank"}
 """The search of a run that names no attacks, by the kind of its examples: it simulates every defence."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,8 +25,18 @@ from gradveil.attacks.malicious.hidden_units import HiddenUnits
 from gradveil.attacks.malicious.planted_block import Planting
 from gradveil.attacks.protocol import Attack, Progress
 from gradveil.audit.attack_selection import TrialAddress, open_ended, target_clients, trials
+from gradveil.audit.attackers.needless_searches import needless
 from gradveil.audit.audit_config import AUTO, ClientConfig, RunConfig
-from gradveil.audit.budgets import AUTO_SECONDS, Plan, Plans, read_budget, read_plans, restarts_worth, write_plan
+from gradveil.audit.budgets import (
+    AUTO_SECONDS,
+    Plan,
+    Plans,
+    read_budget,
+    read_plans,
+    restarts_worth,
+    spends,
+    write_plan,
+)
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.grants import told
 from gradveil.audit.preflight import open_experiment
@@ -245,15 +255,41 @@ def run(
             write_plan(store.plans(task.trial.id), task.numbers, news.facts["plan"], news.facts["settled"])
 
     open_parts: dict[str, dict[int, Recovered | str]] = {}
-    with schedule(Job(working(experiment), order, heard), tasks) as done:
-        for task, part in done:
-            parts = open_parts.setdefault(task.trial.id, {})
-            parts[task.share] = part if isinstance(part, str) else recovered(part)
-            if len(parts) < len(divided[task.trial.control]):
-                continue
-            whole = [parts[i] for i in sorted(open_parts.pop(task.trial.id))]
-            finished_with(task.trial, finish(experiment, task.trial, whole))
+
+    def in_turn() -> Iterator[list[AuditTask]]:
+        """Yield the closed forms, which take seconds, then the searches that are needed still."""
+        quick, searches = _by_length(tasks, experiment)
+        if not experiment.until_broken:
+            yield [*quick, *searches]
+            return
+        yield quick
+        addresses = {trial.id: trial for trial in planned}
+        waiting = list(dict.fromkeys(task.trial for task in searches))
+        done_before = [store.read(trial.id) for trial in planned if trial.id in finished]
+        reasons = needless(waiting, [*done_before, *results], addresses)
+        for trial in waiting:
+            if trial.id in reasons:
+                finished_with(trial, failure(experiment, trial, name(experiment, trial), reasons[trial.id], unfit=True))
+        yield [task for task in searches if task.trial.id not in reasons]
+
+    for some in filter(None, in_turn()):
+        with schedule(Job(working(experiment), order, heard), some) as done:
+            for task, part in done:
+                parts = open_parts.setdefault(task.trial.id, {})
+                parts[task.share] = part if isinstance(part, str) else recovered(part)
+                if len(parts) < len(divided[task.trial.control]):
+                    continue
+                whole = [parts[i] for i in sorted(open_parts.pop(task.trial.id))]
+                finished_with(task.trial, finish(experiment, task.trial, whole))
     return results
+
+
+def _by_length(tasks: Iterable[AuditTask], experiment: Experiment) -> tuple[list[AuditTask], list[AuditTask]]:
+    """Part the closed forms, which take seconds and come first, from searches and learners."""
+    parted: tuple[list[AuditTask], list[AuditTask]] = [], []
+    for task in tasks:
+        parted[spends(experiment.attacks[task.trial.attack])].append(task)
+    return parted
 
 
 def shares(target_clients: int, share: int) -> list[range]:

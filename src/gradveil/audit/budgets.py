@@ -4,8 +4,10 @@
 part of it.
 
 A target-iteration is one iteration on one target client's restart, or one update that a learner simulates to learn
-from. Seconds are working time of one process; they are turned into iterations (epochs of a learner) by a short
-measurement before the attack, which is written down, so that a resumed run spends the same.
+from. Seconds are processor time of one process, because a verdict must not depend on what else a machine does: the same
+search on a busy one takes longer, and goes as far. (On a GPU they are seconds of the clock.) They are turned into
+iterations (epochs of a learner) by a short measurement before the attack, which is written down, so that a resumed run
+spends the same. A search with few of them lowers its step size until its end, since it would never see a plateau.
 
 How many rows are worked on at once is chosen for the machine as it is, and decides the last bits of the results. So it
 is written before an attack starts, and an attack that was killed takes it again.
@@ -20,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from gradveil.attacks.inversion.descent import Cosine, Descent, Plateau
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.inversion.rehearsal import iterations_within
 from gradveil.attacks.learned import Learned
@@ -29,10 +32,14 @@ from gradveil.core.errors import fail
 from gradveil.core.private_files import read_json, write_private
 
 AUTO_SECONDS = 180.0
-"""Working time of all attacks that share the budget `auto`, whatever the number of defences."""
+"""Processor time of all attacks that share the budget `auto`, whatever the number of defences."""
 _MEASURED, _SLOW = 10, 2.0
 """Iterations of the measurement; where one takes longer than so many seconds, it has few."""
-_FEW = 2
+_FEW = 3
+_LEAST = 0.1
+"""Share of a measurement that its iterations take at least, since clocks are coarse."""
+_PLATEAUS = 4
+"""A search with fewer iterations than so many plateaus take is on a schedule that ends with them."""
 _FORM = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|m|h)?$")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
@@ -123,12 +130,26 @@ def within(
             rows = allowed * share.target_clients
             allowed = iterations_within(rows, share.target_clients, len(attack.variants))
         limit = max(1, min(int(allowed), attack.descent.iterations))
-        return replace(attack, descent=replace(attack.descent, iterations=limit))
+        descent = replace(attack.descent, iterations=limit)
+        return replace(attack, descent=_hurried(attack.descent, limit) if timed else descent)
     if isinstance(attack, Learned):
         # Before the first epoch the public examples are gone through once, to know the scale of what is sent.
         passes = _settled(plans, 2 * seconds, _one_epoch(attack, time_of)) if timed else amount / share.lessons
         return replace(attack, epochs=max(1, min(int(passes) - 1, attack.epochs)))
     return attack
+
+
+def _hurried(descent: Descent, iterations: int) -> Descent:
+    """Return a descent of so many iterations, on a schedule that ends with them if its plateaus hardly come.
+
+    >>> _hurried(Descent(schedule=Plateau(400), iterations=4000), 1000).schedule
+    Cosine(warmup=50)
+    >>> _hurried(Descent(schedule=Plateau(400), iterations=4000), 3000).schedule
+    Plateau(patience=400, factor=0.1)
+    """
+    few = isinstance(descent.schedule, Plateau) and iterations < _PLATEAUS * descent.schedule.patience
+    schedule = Cosine(min(50, max(1, iterations // 10))) if few else descent.schedule
+    return replace(descent, iterations=iterations, schedule=schedule)
 
 
 def share_left(whole: Attack, afforded: Attack) -> float | None:
@@ -151,10 +172,11 @@ def _settled(plans: Plans, seconds: float, pace: Callable[[], float]) -> int:
 def _pace(attack: Inversion, time_of: Callable[[Attack], float]) -> Callable[[], float]:
     def pace() -> float:
         one = replace(attack, variants=(), descent=replace(attack.descent, iterations=1, halving=False))
-        # The first search of a shape also compares with the reference.
+        # The first search of a shape also compares with the reference, and each has a beginning that is no iteration.
         count = _FEW if time_of(one) > _SLOW else _MEASURED
-        short = replace(one, descent=replace(one.descent, iterations=count))
-        return time_of(short) / (count * attack.restarts)
+        short = replace(one, descent=replace(one.descent, iterations=1 + count))
+        whole, beginning = time_of(short), time_of(one)
+        return max(whole - beginning, _LEAST * whole) / (count * attack.restarts)
 
     return pace
 

@@ -23,7 +23,7 @@ from gradveil.audit.display import result_table
 from gradveil.audit.error_bound import recovery_sentence
 from gradveil.audit.recommendation import MissingVerdict, Recommendation, recommend
 from gradveil.audit.result_rows import Row, TrialSetting, short_names, summarise
-from gradveil.audit.run_directory import UNFIT, Run, Trial
+from gradveil.audit.run_directory import NEEDLESS, UNFIT, Run, Trial
 from gradveil.audit.threat_model import scope, threat_model, untried
 from gradveil.audit.verdict import LEVELS, Level, Verdict, verdicts
 from gradveil.core.formatting import DASH, duration, interval, listing, number, percent, plural, size
@@ -494,6 +494,7 @@ def remarks_on(found: Findings, config: Mapping[str, Any], warnings: Sequence[st
     if assumed:
         yield f"Assumed of the recorded updates: {'; '.join(assumed)}."
     yield from _unbounded_guesses(rows)
+    yield from _left_out(found)
     yield from stopped(rows, config)
     yield from guaranteed(found)
     yield from recovery_limits(found)
@@ -513,6 +514,14 @@ def _unbounded_guesses(rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
+def _left_out(found: Findings) -> Iterator[str]:
+    """Name in a line the searches that were not needed, and how to have them."""
+    needless = [row for row in found.rows if (row.trial.failed or "").startswith(NEEDLESS)]
+    if needless:
+        which = listing(dict.fromkeys(f"{row.attack} on {row.defence}: {row.trial.failed}" for row in needless))
+        yield f"Left out: {which}. Name the attack to have it."
+
+
 def stopped(rows: Sequence[Row], config: Mapping[str, Any]) -> Iterator[str]:
     """Report in a line which attacks a budget stopped, and how long the rest of their iterations would take."""
     shares: dict[str, list[float]] = {}
@@ -527,7 +536,7 @@ def stopped(rows: Sequence[Row], config: Mapping[str, Any]) -> Iterator[str]:
         own = "the iterations that their authors use" if config.get("budget") == AUTO else "their own iterations"
         yield (
             f"Budget: it stopped {each} of {own}; the rest would take about {duration(rest)} of computing "
-            f"(budget=None, or --budget none).{_in_an_hour(rows)}"
+            f"(budget=None, or --budget none).{_so_far(rows)}{_in_an_hour(rows)}"
         )
 
 
@@ -536,6 +545,16 @@ _NAMED = 3
 _HOUR = 3600
 _MANY = 10
 """Below so many times what a budget allowed, an hour on one target client is not worth a sentence."""
+
+
+def _so_far(rows: Sequence[Row]) -> str:
+    """Say what the searches that a budget stopped have found by then, of which the strongest did not find half."""
+    stopped = [row for row in rows if row.budget_share is not None and not row.is_control]
+    best = max(stopped, key=lambda row: (row.asr, row.headline or 0.0), default=None)
+    if best is None or best.headline is None or 2 * best.recovered >= best.images:
+        return ""
+    name, score = short_names(row.attack for row in rows)[best.attack], number(best.headline, 2)
+    return f" So far {name} recovers {best.recovered} of {best.images} (mean {best.words.metric} {score})."
 
 
 def _in_an_hour(rows: Sequence[Row]) -> str:

@@ -357,6 +357,8 @@ def _check_images(file: Path, records: Sequence[Mapping[str, Any]] | None, unsco
 
 UNFIT = "does not apply"
 """The status of a trial whose attack does not apply to its defended client."""
+NEEDLESS = "not needed"
+"""How the reason begins where a search is left out because a closed form breaks the defence already."""
 
 
 @dataclass(frozen=True)
@@ -521,6 +523,10 @@ class Store:
                 unread += error.problems
         refuse(unread)
         return done, damaged
+
+    def read(self, trial: str) -> Trial:
+        """Read a trial that is done."""
+        return read_trial(self.folder / TRIALS / trial, self.info())
 
     def plans(self, trial: str) -> Path:
         """Say where the plans of a trial's attack are kept while it is under way; a finished trial tells its own."""

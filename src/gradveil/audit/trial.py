@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -61,6 +60,7 @@ from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, norm
 from gradveil.core.types import Batch
 from gradveil.core.user_code import users
+from gradveil.core.working_time import working_time
 from gradveil.defences import Aligned, Dual, Feedback, OptimalPruning, Pruning
 from gradveil.defences.guarantees import stages
 from gradveil.federated.training_state import Standing
@@ -224,17 +224,17 @@ def attacked(
         given = seen, simulated_client, knowledge, key
         if isinstance(tried, Inversion):
             return tried.search(*given).seconds
-        began = time.perf_counter()
+        began = working_time(experiment.config.device)
         tried(*given)
-        return time.perf_counter() - began
+        return working_time(experiment.config.device) - began
 
     attack = _afforded(experiment, trial, attack, numbers, time_of, plans)
     remarks, rehearsed = tuple[Remark, ...](), 0.0
     if isinstance(attack, Inversion) and attack.variants:
-        began = time.perf_counter()
+        began = working_time(experiment.config.device)
         scores = plans.settled("variants", partial(attack.rehearse, seen, simulated_client, knowledge, key))
         attack, remark = attack.chosen(scores)
-        remarks, rehearsed = (remark,), time.perf_counter() - began
+        remarks, rehearsed = (remark,), working_time(experiment.config.device) - began
     done = 0
 
     def count(step: Progress) -> None:

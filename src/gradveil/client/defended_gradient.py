@@ -14,7 +14,7 @@ from torch.func import vmap
 from gradveil.core.chain import split
 from gradveil.core.errors import FOREIGN
 from gradveil.core.tree import Tensors, all_finite, plain, select, single, wide
-from gradveil.core.types import Batch, Context, Domain, Features, Public, Transform
+from gradveil.core.types import Batch, Context, Domain, Features, Multiplier, Public, Transform
 from gradveil.gradients.input_sensitivity import example_squared_row_norms
 from gradveil.gradients.objective import Objective, example_gradients, last_inputs, mean_gradient
 from gradveil.gradients.per_client import obstacle, per_client_gradients, weighted_sum
@@ -41,13 +41,13 @@ class At(NamedTuple):
         """Compute every example's gradient: leading dimension B."""
         return self._swept(example_gradients, whole=False)
 
-    def weighed(self, transform: Transform) -> Tensors | None:
+    def weighed(self, transform: Transform | None) -> Tensors | None:
         """Average the examples' gradients times what `transform` multiplies them by, making none of them, or None.
 
         Somebody who differentiates needs them, and so does a transform that does more than multiply.
         """
         examples = len(self.batch.inputs)
-        by_norm = transform.multiplier(self.trained, {}, ())
+        by_norm = Multiplier() if transform is None else transform.multiplier(self.trained, {}, ())
         if (
             examples < 2
             or by_norm is None
@@ -58,7 +58,7 @@ class At(NamedTuple):
         if any(value.dtype != single(value.dtype) for value in self.trained.values()):
             return None  # squares in half precision tell no norm
         # A few examples show whether the sweep serves: all of their gradients at once would fill memory.
-        if self._apart(1, _SHOWN) is None:
+        if not self._apart(1, _SHOWN):
             return None
 
         def factors(squares: Tensors) -> Tensors | None:
@@ -71,18 +71,19 @@ class At(NamedTuple):
 
     def _swept(self, reference: Callable[..., Tensors], *, whole: bool) -> Tensors:
         """Compute `reference`'s gradients, of the whole batch or of each example, in one sweep where that serves."""
-        apart = self._apart(0 if whole else 1)
-        if apart is None:
+        if not self._apart(0 if whole else 1, None if whole else _SHOWN):
             return reference(*self)
-        found = per_client_gradients(self.objective, self.trained, self.frozen, *apart)
+        found = per_client_gradients(self.objective, self.trained, self.frozen, *self._with(0 if whole else 1))
         return {name: value[0] for name, value in found.items()} if whole else found
 
-    def _apart(self, place: int, first: int | None = None) -> tuple[Batch, Tensors] | None:
-        """Give examples and noise the dimension that a sweep goes over, at a place, if a sweep can do it."""
+    def _apart(self, place: int, first: int | None) -> bool:
+        """Return whether a sweep serves for the first examples, over a dimension at a place."""
+        return obstacle(self.objective, self.trained, self.frozen, *self._with(place, first)) is None
+
+    def _with(self, place: int, first: int | None = None) -> tuple[Batch, Tensors]:
+        """Give examples and noise the dimension that a sweep goes over."""
         batch = Batch(*(value[:first].unsqueeze(place) for value in self.batch))
-        noise = {name: value[:first].unsqueeze(place) for name, value in self.noise.items()}
-        swept = obstacle(self.objective, self.trained, self.frozen, batch, noise) is None
-        return (batch, noise) if swept else None
+        return batch, {name: value[:first].unsqueeze(place) for name, value in self.noise.items()}
 
 
 LOG = logging.getLogger("flwr.gradveil")
@@ -114,14 +115,37 @@ class DefendedGradient:
         """Return the gradient, the mean over the batch or over what Poisson sampling took, and the state after it."""
         each, mean = split(self.step)
         at = At(self.objective, *self.parted(params), batch, select(noise, "model"))
-        if each is None and included is None:
-            g = at.mean()
-        elif each is not None and each.exact:
+        if each is not None and each.exact:
             g = self._added_exactly(each, params, batch, noise, included)
+        elif included is not None and plain(included, *params.values(), *batch, *noise.values()):
+            g = self._of_drawn(each, params, batch, noise, included)
+        elif each is None and included is None:
+            g = at.mean()
         else:
-            g = at.weighed(each) if each is not None and included is None else None
+            g = at.weighed(each) if included is None else None
             g = self.averaged(each, at.each(), params, batch, noise, included) if g is None else g
         return self.of_mean(mean, g, params, batch, noise, state, included)
+
+    def _of_drawn(
+        self, each: Transform | None, params: Tensors, batch: Batch, noise: Mapping[str, Tensor], included: Tensor
+    ) -> Tensors:
+        """Return the same mean from gradients of the examples that were drawn: a small part of a client's."""
+        drawn = included.nonzero().flatten()
+        if not len(drawn):
+            return {name: torch.zeros_like(params[name]) for name in self.trained}
+        own, weights = self._by_example(each, params, noise), included[drawn]
+        part = Batch(*(value[drawn] for value in batch))
+        inner = {name: value[drawn] if name in own else value for name, value in noise.items()}
+        at = At(self.objective, *self.parted(params), part, select(inner, "model"))
+        mean = at.weighed(each) if bool((weights == 1).all()) else None
+        if mean is None:
+            return self.averaged(each, at.each(), params, part, inner, weights)
+        return {name: value * (len(drawn) / self.expected) for name, value in mean.items()}
+
+    def _by_example(self, each: Transform | None, params: Tensors, noise: Mapping[str, Tensor]) -> set[str]:
+        """Return the names of the noise that has a tensor for each example."""
+        of_each = each.noise({name: params[name] for name in self.trained}) if each is not None else ()
+        return {name for name in noise if name.startswith("model.")} | {f"step.{name}" for name in of_each}
 
     def averaged(
         self,
@@ -152,8 +176,7 @@ class DefendedGradient:
         seen. One whose gradient cannot be computed, or is not finite, counts as zeros.
         """
         examples = len(batch.inputs)
-        by_example = [name for name in noise if name.startswith("model.")]
-        by_example += [f"step.{name}" for name in each.noise({name: params[name] for name in self.trained})]
+        by_example = self._by_example(each, params, noise)
         total = {name: torch.zeros_like(params[name], dtype=torch.float64) for name in self.trained}
         weights = [1.0] * examples if included is None else [*map(float, included)]
         for place, weight in enumerate(weights):

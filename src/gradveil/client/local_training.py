@@ -67,7 +67,7 @@ class Local(Checked):
         return self.epochs * (examples // self.batch)
 
     def at_once(self, examples: int) -> int:
-        """Count the examples that a step computes with: under Poisson sampling all, most of them for nothing."""
+        """Count the examples that clients in lockstep compute a step with: under Poisson sampling all of them."""
         return examples if self.sampling == "poisson" else self.batch
 
     def drawn(self, examples: int) -> NoiseSpec:

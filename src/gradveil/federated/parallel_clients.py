@@ -6,13 +6,11 @@ the same groups, and so ends with the same bits.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 
 from gradveil.client import Client, ClientTask, drawn_update, drawn_updates
@@ -20,6 +18,7 @@ from gradveil.core.chain import split
 from gradveil.core.errors import UNFIT
 from gradveil.core.tree import Tensors, select
 from gradveil.core.types import Batch
+from gradveil.core.working_time import working_time
 from gradveil.gradients.fused import written_bytes
 from gradveil.gradients.objective import mean_gradient
 
@@ -50,13 +49,14 @@ class Sent(NamedTuple):
 
 def compute(client: Client, params: Tensors, tasks: Mapping[int, ClientTask], together: Together) -> Iterator[Sent]:
     """Compute every client's update of a round, group by group."""
+    device = next(iter(params.values())).device
     for group in groups(client, params, {number: task.batch for number, task in tasks.items()}, together):
-        started = _clock(params)
+        started = working_time(device)
         if len(group) == 1:
             made = [drawn_update(client, params, *tasks[group[0]])]
         else:
             made = drawn_updates(client, params, [tasks[number] for number in group])
-        seconds = (_clock(params) - started) / len(group)
+        seconds = (working_time(device) - started) / len(group)
         for number, (update, state) in zip(group, made, strict=True):
             yield Sent(number, update, state, seconds)
 
@@ -134,11 +134,3 @@ def _written(client: Client, params: Tensors, batch: Batch) -> int:
 
 
 _WRITTEN: WeakKeyDictionary[nn.Module, dict[Any, int]] = WeakKeyDictionary()
-
-
-def _clock(made: Tensors) -> float:
-    """Return the seconds of a clock: of the processor, which other programs do not slow down, or of a GPU's work."""
-    if any(value.is_cuda for value in made.values()):
-        torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time()

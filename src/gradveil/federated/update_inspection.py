@@ -23,6 +23,7 @@ from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
 from gradveil.federated.isolated_examples import SILENT, Isolated, Pass, read_from
 from gradveil.federated.model_inspection import POLICY, Finding, Policy
+from gradveil.federated.separated_examples import separated_from
 from gradveil.nn.initial_weights import drawing_from, initialise
 from gradveil.nn.stochastic import buffer_places, switched_off
 from gradveil.nn.weight_files import is_statistic
@@ -60,12 +61,16 @@ class Exposure:
     """Those of them that can be read from the update."""
     share: float
     """Largest share of revealed examples, in units of the first gradient's examples: by that gradient, the sum of local
-    steps, or the difference from the last update."""
+    steps, the difference from the last update, or a separation of the first layer's rows."""
     malice: tuple[Finding, ...] = ()
     summed: int = 0
     """Number of the client's examples that the sum of local steps reveals."""
     between: int = 0
     """Number of the client's examples that the difference from the last update reveals."""
+    unmixed: int = 0
+    """Number of the client's examples that a separation of the first layer's rows reveals."""
+    first_layer: str = ""
+    """The layer whose rows were separated."""
     unseen: tuple[str, ...] = ()
     """Matrices of the update that were not inspected."""
 
@@ -79,9 +84,12 @@ class Exposure:
         if self.share <= allowed:
             return None
         worst = max(self.layers, key=lambda layer: len(layer.read), default=None)
-        where = "update" if worst is None else f"update.{worst.layer}"
+        path = self.first_layer if self.unmixed > len(self.read) else "" if worst is None else worst.layer
+        where = f"update.{path}" if path else "update"
         count = f"{len(self.read)} of {self.examples} examples"
         evidence = f"{count} of a gradient can be read in closed form ({self.share:.0%}; {allowed:.0%} allowed)"
+        if self.unmixed:
+            evidence += f"; unmixing the rows of its first layer shows {self.unmixed} examples"
         if self.summed:
             evidence += f"; the sum of local steps shows {self.summed} examples"
         if self.between:
@@ -117,14 +125,16 @@ def exposure(
     read = frozenset[int]().union(*(layer.read for layer in layers))
     summed = _of_all(client, batch, sent) if client.local is not None else 0
     between = 0 if last is None else _of_all(client, batch, {n: sent[n] - v for n, v in last.items() if n in sent})
-    share = max(len(read) / len(inputs), min(1.0, max(summed, between) / len(inputs)))
+    path, unmixed = separated_from(client.model, batch.inputs, sent)
+    share = max(len(read) / len(inputs), min(1.0, max(summed, between, len(unmixed)) / len(inputs)))
     suspects = [side for layer in layers for side in layer.sides if _suspect(side, len(inputs))]
     suspected = frozenset(layer.layer for layer in layers if not set(suspects).isdisjoint(layer.sides))
     compared = _Comparison(client, params, first, previous, suspected)
     malice = tuple(finding for layer in suspects if (finding := compared.judge(layer)) is not None)
     if not malice and summed > ALLOWED * len(inputs) and len(inputs) < len(batch.inputs) <= _WHOLE:
         malice = _over_all_steps(client, params, batch, sent, previous, len(inputs))
-    return Exposure(tuple(layers), len(inputs), read, share, malice, summed, between, inspection.unseen)
+    counts = summed, between, len(unmixed)
+    return Exposure(tuple(layers), len(inputs), read, share, malice, *counts, path, inspection.unseen)
 
 
 def _over_all_steps(

@@ -317,6 +317,43 @@ def _layer_norm(
     return _scaled(recorder, F.layer_norm(input, list(normalized_shape), eps=eps), weight, bias)
 
 
+def _embedding(
+    recorder: Recorder,
+    func: Any,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Rows of a table [N, T] -> [N, T, D]: a target client's gradient is a sum at the rows that its tokens take."""
+    recorder.batched(input, "an embedding")
+    if max_norm is not None or scale_grad_by_freq:
+        raise Unsupported("an embedding renormalises its rows, or scales their gradients by frequency")
+    out, words = F.embedding(input, weight.detach()), len(weight)
+    counted = torch.ones_like(input, dtype=out.dtype) if padding_idx is None else (input != padding_idx).to(out.dtype)
+
+    def gradient(delta: Tensor) -> Tensor:
+        owner = torch.arange(recorder.target_clients, device=input.device).repeat_interleave(
+            recorder.rows // recorder.target_clients
+        )
+        places = input + words * owner.view(-1, *[1] * (input.dim() - 1))
+        rows = (delta * counted.unsqueeze(-1)).reshape(-1, weight.shape[1])
+        total = rows.new_zeros(recorder.target_clients * words, weight.shape[1]).index_add(0, places.flatten(), rows)
+        return total.view(recorder.target_clients, *weight.shape)
+
+    def squares(delta: Tensor) -> Tensor:
+        """Sum the products of the tokens' rows with those of equal tokens."""
+        ids, own = (value.reshape(recorder.target_clients, -1) for value in (input, counted))
+        rows = delta.reshape(*ids.shape, -1) * own.unsqueeze(-1)
+        return ((rows @ rows.mT) * (ids.unsqueeze(1) == ids.unsqueeze(2))).sum((1, 2)).clamp_min(0)
+
+    recorder.use(weight, out, gradient, squares)
+    return out
+
+
 _broadcast = cast(Callable[..., torch.Size], torch.broadcast_shapes)  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -366,6 +403,7 @@ RULES: dict[Any, Rule] = {
     F.instance_norm: _instance_norm,
     F.batch_norm: _batch_norm,
     F.layer_norm: _layer_norm,
+    F.embedding: _embedding,
     **dict.fromkeys(("add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv"), _elementwise),
     **dict.fromkeys(("expand", "expand_as", "repeat"), _repeated),
     **dict.fromkeys(("reshape", "view", "unsqueeze", "flatten"), _reshaped),

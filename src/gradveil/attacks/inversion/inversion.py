@@ -6,7 +6,6 @@ all unknown tensors. Target clients x restarts are the rows of one batch.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -31,6 +30,7 @@ from gradveil.core.errors import Problem, fail
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.tree import take
+from gradveil.core.working_time import working_time
 from gradveil.gradients.fused import written_bytes
 from gradveil.nn.module_paths import downstream
 
@@ -86,9 +86,10 @@ class Inversion(InversionSettings):
             chosen, remark = self.chosen(self.rehearse(observations, simulated_client, knowledge, key))
             found = chosen(observations, simulated_client, knowledge, key, progress, plan)
             return replace(found, remarks=(*found.remarks, remark))
-        began = time.perf_counter()
+        device = next(iter(observations[0].params.values())).device
+        began = working_time(device)
         done = self.search(observations, simulated_client, knowledge, key, progress, plan)
-        seconds = time.perf_counter() - began
+        seconds = working_time(device) - began
         result = _reconstruction(self, done.problem, done.solution, seconds, done.plan)
         return undone(result, simulated_client, knowledge) if self.undo else result
 
@@ -111,12 +112,12 @@ class Inversion(InversionSettings):
         done, parts = 0, list[Solution]()
         solver, rounds = self.solver, observations[:1] if self.rounds == "first" else observations
         solved = solver(rounds, simulated_client, knowledge, key.child(Stream.SOLVED)).inputs if solver else None
-        began = time.perf_counter()
+        began = working_time(problem.device)
         for size in chunks:
             report = _reporter(progress, self, rows, done, size) if progress else None
             parts.append(search_rows(self, problem, range(done, done + size), solved, report))
             done += size
-        return EndedSearch(problem, joined(parts), chunks, time.perf_counter() - began)
+        return EndedSearch(problem, joined(parts), chunks, working_time(problem.device) - began)
 
     def rehearse(
         self, observations: Sequence[Observation], simulated_client: Client, knowledge: Knowledge, key: Key

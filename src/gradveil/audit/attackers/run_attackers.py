@@ -121,7 +121,7 @@ def widened(
         for rule, added in _by_rule(new)
     ]
     then = [each if each.reason or not joins(each) else replace(each, tried=True) for each in decisions]
-    return _with_attacks(experiment, new), then, told
+    return replace(_with_attacks(experiment, new), until_broken=joins is quick), then, told
 
 
 def untried(decisions: Sequence[Decision]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Generator, Tensor, nn
 
 from gradveil.core.errors import fail
@@ -105,7 +106,7 @@ class TextTransformer(TokenModel):
     def forward(self, ids: Tensor) -> Tensor:
         """Return logits [B, K], or the mean next-token losses [B]."""
         mask = self.keep_mask(ids)
-        x = self.words(ids) + self.positions.weight[: ids.shape[1]]
+        x = self.words(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device).expand(ids.shape))
         for block in self.blocks:
             x = block(x, mask)
         x = self.norm(x)
