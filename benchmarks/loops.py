@@ -139,20 +139,26 @@ def gradveil(name: str) -> Work:
     return work
 
 
-def breaching(name: str) -> Work:
-    """One target client after the other by the published package, with its own "inverting gradients" settings."""
+def peer_package() -> Any:
+    """Import the published package, and Gradveil's models without the rest of Gradveil."""
     if not torch._C._dispatch_has_kernel("torchvision::nms"):
         # torchvision does not import beside a torch without its compiled operators, none of which is needed here.
         library = torch.library.Library("torchvision", "DEF")
         for operator in ("nms", "qnms"):
             library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        breaching.library = library  # type: ignore[attr-defined] - it is undone when it is collected
+        peer_package.library = library  # type: ignore[attr-defined] - it is undone when it is collected
     package = types.ModuleType("gradveil")
     package.__path__ = [str(SOURCE)]
     sys.modules["gradveil"] = package
     import breaching as peer
 
     logging.disable(logging.CRITICAL)
+    return peer
+
+
+def breaching(name: str) -> Work:
+    """One target client after the other by the published package, with its own "inverting gradients" settings."""
+    peer = peer_package()
     model = model_of(name)
     loss = nn.CrossEntropyLoss()
     settings = peer.get_attack_config("invertinggradients")

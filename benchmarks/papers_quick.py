@@ -44,9 +44,9 @@ def quick_tables(key: str, runs: Path, end: float) -> int:
         start, expected, notes = time.time(), len(row_runs(study, entry.name, "quick")), list[str]()
         try:
             records = study.run(entry.name, "quick", runs=runs, seconds=max(end - start, 0.0), tell=notes.append)
-        except GradveilError as error:  # a row that is refused: name it, and go on with the next table
+        except GradveilError as error:  # refused rows are named after the others of the table
             bad += 1
-            print(f"FAILED {key} {entry.name}: {notes[-1]}\n       {error}", flush=True)
+            print(f"FAILED {key} {entry.name}:\n       {error}", flush=True)
             continue
         failed = [record for record in records if record.status != "complete"]
         data = "bundled images" if any(note.startswith("NO DATA") for note in notes) else "its data"

@@ -4,6 +4,7 @@
     python benchmarks/text_recovery.py --batch 1 2 4 --sentences 50
     python benchmarks/text_recovery.py --model decoder --batch 8 --sentences 56
     python benchmarks/text_recovery.py --defence noise=0.1 --no-rows --ranks
+    python benchmarks/text_recovery.py --defence noise=0.1 --no-rows --attack embedding-search --sentences 16
 
 `--defence` changes the gradient tensor by tensor: noise of a relative l2 size, the share that is kept, dual pruning of
 the largest and smallest shares, or signs. `--record FILE` appends each row when it is done, and skips those that are in
@@ -16,6 +17,7 @@ import argparse
 import json
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.protocol import Observation
+from gradveil.attacks.sequences.embedding_search import EmbeddingSearch
 from gradveil.attacks.sequences.span_attack import SpanAttack
 from gradveil.attacks.sequences.token_candidates import rank_words
 from gradveil.attacks.sequences.token_span import token_span
@@ -39,6 +42,7 @@ from gradveil.nn.token_layout import TokenModel, own_loss
 from gradveil.spaces import TextSpace
 
 LENGTH = 32
+ATTACKS = {"span-rank": partial(SpanAttack, ranked=True), "embedding-search": EmbeddingSearch}
 
 
 def minilm(folder: Path, dropout: float) -> TokenModel:
@@ -113,7 +117,7 @@ def measured(model: TokenModel, space: TextSpace, public: Tensor, batches: list[
     only = () if options.rows else ("attention", "head", "classifier")
     client = Client(model, loss=own_loss) if model.layout.causal else Client(model)
     known = Knowledge(space, 2, public=Batch(public, torch.zeros(len(public), dtype=torch.long)))
-    attack = SpanAttack(ranked=True, rows=options.rows)
+    attack = ATTACKS[options.attack](rows=options.rows)
     generator, scores, seconds, places = torch.Generator().manual_seed(0), [], [], []
     for batch in batches:
         update = defended(gradient(model.train(), batch, only), options.defence, generator)
@@ -146,7 +150,8 @@ def recorded(options: argparse.Namespace, size: int) -> bool:
     """Report whether the file holds a row of these settings with as many sentences, or ranks."""
     rows = [json.loads(line) for line in options.record.read_text().splitlines()] if options.record.exists() else []
     wanted = {name: getattr(options, name) for name in ("model", "defence", "rows", "dropout")}
-    wanted |= {"data": options.name, "batch": size}
+    wanted |= {"data": options.name, "batch": size, "attack": options.attack}
+    rows = [{"attack": "span-rank", **row} for row in rows]
     same = [row for row in rows if all(row[name] == value for name, value in wanted.items())]
     count = options.sentences // size * size
     return any("first_1" in row if options.ranks else row.get("sentences", 0) >= count for row in same)
@@ -162,6 +167,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--sentences", type=int, default=16)
     parser.add_argument("--defence", default="none", help="none, noise=0.1, keep=0.5, dgp=0.05,0.75, sign")
+    parser.add_argument("--attack", choices=tuple(ATTACKS), default="span-rank")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--no-rows", dest="rows", action="store_false", help="embeddings are frozen: attention alone")
     parser.add_argument("--ranks", action="store_true", help="ranks of the first layer instead of sentences")
@@ -191,7 +197,7 @@ def main() -> None:
             continue
         batches = [Batch(ids[i * size : (i + 1) * size], labels[i * size : (i + 1) * size]) for i in range(count)]
         setting = {"model": options.model, "data": options.name, "batch": size, "defence": options.defence}
-        setting |= {"rows": options.rows, "dropout": options.dropout}
+        setting |= {"rows": options.rows, "dropout": options.dropout, "attack": options.attack}
         row = json.dumps({**setting, **measured(model, space, public, batches, options)})
         print(row, flush=True)
         if options.record:

@@ -1,6 +1,7 @@
 """The replay audit finds clients that promise more than their code keeps, and leaves honest ones alone."""
 
 from dataclasses import dataclass
+from random import random
 from typing import ClassVar
 
 import pytest
@@ -140,6 +141,27 @@ class ClipsSum(Clip):
     stage: ClassVar[Stage] = Stage.QUANTISE
 
 
+@dataclass(frozen=True)
+class HiddenNoise(Transform):
+    """Draws noise that it does not declare; now and then it sends nothing instead."""
+
+    std: float
+    silent: float = 0.0
+    stage: ClassVar[Stage] = Stage.NOISE
+
+    def apply(self, update, state, noise, context):
+        sends, std = float(torch.rand(())) >= self.silent, self.std / context.divisor
+        return tmap(lambda value: sends * (value + std * torch.randn(value.shape)), update), state
+
+
+class ClientWithOwnUpdate(Client):
+    """Clips the gradients and adds noise to their sum in its own `update`."""
+
+    def update(self, params, batch, noise, state):
+        clipped, state = Client(self.model, step=chain(clip=HONEST_CLIP)).update(params, batch, {}, state)
+        return tmap(lambda value: value + torch.randn(value.shape) / len(batch.targets), clipped), state
+
+
 HONEST_CLIP, HONEST_NOISE = Clip(1.0, per_example=True), Gaussian(1.0, "sum")
 WRONG = {
     "half the noise": Client(Tiny(), step=chain(clip=HONEST_CLIP, noise=HalfNoise(1.0, "sum"))),
@@ -147,6 +169,7 @@ WRONG = {
     "noise before the clip": Client(Tiny(), step=chain(noise=HONEST_NOISE, clip=ClipsSum(1.0))),
     "the same seed": Client(Tiny(), step=chain(clip=HONEST_CLIP, noise=SameSeed())),
     "no noise in biases": Client(Tiny(), step=chain(clip=HONEST_CLIP, noise=QuietBias(1.0, "sum"))),
+    "hidden noise, too little": Client(Tiny(), step=chain(clip=HONEST_CLIP, noise=HiddenNoise(0.4))),
     "noise used twice": Client(Tiny(), step=chain(clip=HONEST_CLIP, noise=NoiseTwice([]))),
 }
 
@@ -156,6 +179,30 @@ def test_faulty_client_violates_its_claim(fault: str) -> None:
     found = audited(WRONG[fault], claimed=CLAIM, unit="example", normal=True)
     assert found.violated, str(found)
     assert found.plain()["violated"]
+
+
+@pytest.mark.parametrize("normal", [True, False])
+@pytest.mark.parametrize(
+    "client",
+    [
+        ClientWithOwnUpdate(Tiny()),
+        Client(Tiny(), step=chain(clip=HONEST_CLIP, noise=HiddenNoise(1.0))),
+        Client(Tiny(), step=chain(clip=HONEST_CLIP, noise=HiddenNoise(1.0, silent=0.3))),
+    ],
+)
+def test_right_client_that_draws_its_own_noise_is_consistent(client: Client, normal: bool) -> None:
+    torch.manual_seed(0)
+    found = audited(client, claimed=CLAIM, unit="example", normal=normal)
+    assert not found.violated, str(found)
+
+
+def test_client_that_differs_without_its_own_stages_is_refused() -> None:
+    class Random(Tiny):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (1 + random())
+
+    with pytest.raises(GradveilError, match="noise_spec"):
+        audited(Client(Random(), step=chain(clip=HONEST_CLIP, noise=HiddenNoise(1.0))), claimed=1.0, unit="example")
 
 
 def test_only_noise_that_is_normal_by_its_accountant_or_its_author_gets_the_bound_of_normal_noise() -> None:

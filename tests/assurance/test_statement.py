@@ -8,11 +8,11 @@ from shutil import copytree
 
 import pytest
 
-from gradveil.assurance.statement import _chosen, assurance_of
+from gradveil.assurance.statement import _chosen, _neighbours, assurance_of
 from gradveil.assurance.threat_letters import letter_of
 from gradveil.audit.findings import findings_of
 from gradveil.audit.result_rows import Row
-from gradveil.audit.run_directory import Run, load_run
+from gradveil.audit.run_directory import NEEDLESS, Run, load_run
 from gradveil.cli.app import run
 from gradveil.core.errors import GradveilError
 from gradveil.report import assurance_page, audit_page, write_assurance
@@ -83,6 +83,31 @@ def test_statement_holds_guarantee_risks_and_gaps(audit: Run) -> None:
     assert set(statement.signature.values()) == {None}
     heuristic = assurance_of(audit, "prune(0.5)").formal
     assert (heuristic.guarantee, heuristic.limits) == ("no formal guarantee", ())
+
+
+def test_control_without_the_defence_is_one_of_the_same_setting(audit: Run) -> None:
+    other = [
+        replace(trial, info=trial.info | {"batch": 7}) if trial.info["undefended"] else trial for trial in audit.trials
+    ]
+    assert all(each.undefended == "" for each in assurance_of(replace(audit, trials=other), PRIVATE).attackers)
+
+
+def test_groups_of_one_setting_are_not_claimed_of_another(audit: Run) -> None:
+    (client,) = audit.info["config"]["client"]
+    config = audit.info["config"] | {"client": [client | {"members": 4}, client]}
+    trust = assurance_of(replace(audit, info=audit.info | {"config": config}), PRIVATE).formal.trust
+    assert "every single update or the sum of 4 clients" in trust
+
+
+def test_searches_that_were_not_needed_are_not_examined(audit: Run) -> None:
+    left = [
+        replace(trial, records=[], info=trial.info | {"failed": f"{NEEDLESS}, since analytic breaks it"})
+        if trial.info["preset"] == "cdia" and trial.info["undefended"]
+        else trial
+        for trial in audit.trials
+    ]
+    listed = assurance_of(replace(audit, trials=left), PRIVATE).not_examined
+    assert any(each.startswith("searches that were left out") and "cdia" in each for each in listed)
 
 
 def test_setting_that_nobody_could_judge_speaks_before_one_that_held(audit: Run) -> None:
@@ -164,3 +189,10 @@ def test_unknown_defence_is_named(audit: Run) -> None:
     with pytest.raises(GradveilError) as caught:
         assurance_of(audit, "dgp")
     assert [problem.where for problem in caught.value.problems] == ["--defence"]
+
+
+def test_neighbours_of_a_client_name_the_epsilon_of_a_replaced_one() -> None:
+    one = {"unit": "client", "noise": 2.0, "releases": 1}  # twice the clip: as one added with half the noise
+    assert "replaced, epsilon is at most 4.377" in _neighbours([one], {"delta": 1e-5})
+    assert _neighbours([one | {"unit": "example"}], {}) == "one example added or removed"
+    assert _neighbours([one], {"sampling": "shuffled"}) == "one client replaced"

@@ -70,3 +70,8 @@ def test_attacker_who_knows_the_other_images_aims_all_guesses_at_one() -> None:
     records = [{"per_image": images}]
     assert best_chances(records)["identified"] == 0.3
     assert best_chances(records, "client")["identified"] == 0.1
+
+
+def test_guess_at_a_client_is_that_of_the_easiest_client() -> None:
+    clients = [{"per_image": [{"expected": {"identified": chance}}] * 2} for chance in (0.1, 0.5)]
+    assert best_chances(clients, "client") == {"identified": 0.5}

@@ -20,7 +20,8 @@ SETTINGS = {
 
 
 def test_adaptive_stands_for_attacks_on_texts():
-    assert list(attacks_against(["adaptive"], "prune(0.9)", kind="texts")) == ["span-rank", "span", "embedding-rows"]
+    expected = ["span-rank", "span", "embedding-rows", "embedding-search"]
+    assert list(attacks_against(["adaptive"], "prune(0.9)", kind="texts")) == expected
 
 
 def test_another_threshold_is_the_default_of_texts():

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
@@ -198,15 +199,21 @@ def test_recovered_texts_are_those_of_the_records():
         assert f"| {shares} |" in page
 
 
-def test_rows_of_tables_are_what_was_recorded():
-    page = (HERE / "docs/results.md").read_text("utf-8").partition("\n## Rows of tables\n")[2].partition("\n## ")[0]
-    assert [line for line in page.splitlines() if line.startswith("|")] == markdown(records("table-recovery.csv"))
+RECOVERIES = {"## Rows of tables": "table-recovery.csv", "### Sentences behind defences": "text-defences.csv"}
 
 
-def test_no_recorded_rate_of_rows_exceeds_what_is_proven():
-    proven = [row for row in records("table-recovery.csv") if row["bound_one"]]
+@pytest.mark.parametrize("heading", RECOVERIES)
+def test_recovered_rows_and_sentences_are_what_was_recorded(heading: str):
+    page = (HERE / "docs/results.md").read_text("utf-8").partition(f"\n{heading}\n")[2]
+    lines = re.split("\n##+ ", page)[0].splitlines()
+    assert [line for line in lines if line.startswith("|")] == markdown(records(RECOVERIES[heading]))
+
+
+@pytest.mark.parametrize("file", RECOVERIES.values())
+def test_no_recorded_rate_exceeds_what_is_proven(file: str):
+    proven = [row for row in records(file) if row["bound_one"]]
     assert proven
     for row in proven:
         low, _ = wilson(int(row["identifiable"]), int(row["rows"]))
-        assert low <= float(row["bound_one"]) <= float(row["bound_training"])
-        assert float(row["epsilon_at_least"]) <= float(row["epsilon_one"])
+        assert low <= float(row["bound_one"])  # a sampled training may have the smaller limit: it counts the sampling
+        assert float(row["epsilon_at_least"] or 0) <= float(row["epsilon_one"] or 0)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import gradveil
 
@@ -65,6 +66,54 @@ def test_an_update_of_the_callers_model_is_inverted(tokenizer, known):
     assert TEXTS[0] in str(found)
     assert TEXTS[0] in (found._repr_html_() or "")
     assert found.metrics.get("exact", 1.0) == 1.0
+
+
+class Adapter(nn.Module):
+    """What peft puts in a linear layer's place: its modules' names, and a later round's B."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer, rank = base, 16
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False)})
+
+    def forward(self, x):
+        return self.base_layer(x) + 2 * self.lora_B["default"](self.lora_A["default"](x))
+
+
+class Tuned(nn.Module):
+    """A model as peft holds it: attributes are delegated, and parameters get the names of where they are."""
+
+    def __init__(self, inner, adapted):
+        super().__init__()
+        inner.requires_grad_(False)
+        for layer in inner.bert.encoder.layer if adapted else ():
+            layer.attention.self.query = Adapter(layer.attention.self.query)
+            layer.attention.self.value = Adapter(layer.attention.self.value)
+        self.base_model = nn.Module()
+        self.base_model.model = inner
+
+    def __getattr__(self, name):
+        modules = self.__dict__["_modules"]
+        return modules[name] if name in modules else getattr(modules["base_model"].model, name)
+
+    def forward(self, *args, **kwargs):
+        return self.base_model.model(*args, **kwargs)
+
+
+def test_the_adapters_of_a_model_that_peft_holds_are_inverted(tokenizer):
+    """Modules of the same names as peft's: it is no dependency, and a version from 2026 gave the same."""
+    model = Tuned(classifier(), adapted=True).eval()
+    inputs = tokenizer(TEXTS[1:2], return_tensors="pt")
+    model(**inputs, labels=torch.tensor(LABELS[1:2])).loss.backward()
+    update = {name: value.grad for name, value in model.named_parameters() if value.requires_grad}
+    assert "base_model.model.bert.encoder.layer.0.attention.self.query.lora_A.default.weight" in update
+    assert gradveil.invert(model, update, tokenizer=tokenizer).texts == TEXTS[1:2]
+
+
+def test_other_adapters_than_lora_are_refused(tokenizer):
+    with pytest.raises(gradveil.GradveilError, match=r"LoRA .*unload"):
+        gradveil.audit(Tuned(classifier(), adapted=False), (TEXTS, LABELS), tokenizer=tokenizer)
 
 
 def test_a_classifier_is_trained_on_texts(tokenizer):

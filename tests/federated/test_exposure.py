@@ -19,6 +19,7 @@ from gradveil.core.noise import Key
 from gradveil.core.types import Batch, Domain
 from gradveil.data import load
 from gradveil.defences import parse
+from gradveil.federated import separated_examples
 from gradveil.federated.isolated_examples import Owned, difference, partners, solved
 from gradveil.federated.model_inspection import inspect
 from gradveil.federated.separated_examples import separable, separated_from
@@ -76,6 +77,37 @@ def test_a_batch_that_can_be_unmixed_is_a_leak_of_the_first_layer(local: Local |
     assert len(separated_from(net, other.inputs, sent)[1]) <= 4  # smooth patches are alike
     noisy = {name: value + 10 * value.std() * torch.randn_like(value) for name, value in sent.items()}
     assert separated_from(net, batch.inputs, noisy)[1] == frozenset()
+
+
+class SecondLayerFirst(torch.nn.Module):
+    """A perceptron whose second layer is defined first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.body = torch.nn.Linear(64, 5), torch.nn.Linear(3072, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x.flatten(1)).relu())
+
+
+@pytest.mark.parametrize("case", ["head first", "kernel", "flat", "no channel", "averaged", "wide"])
+def test_a_leak_by_unmixing_is_seen_however_the_first_layer_takes_the_images(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    public = load("patches").public
+    images, targets = public.inputs[:12], public.targets[:12] % 5
+    torch.manual_seed(0)
+    values = {"no channel": 1024, "averaged": 768}.get(case, 3072)
+    first = torch.nn.Conv2d(3, 64, 32) if case == "kernel" else torch.nn.Linear(values, 64)
+    before = [torch.nn.AvgPool2d(2)] if case == "averaged" else []
+    before += [] if case == "kernel" else [torch.nn.Flatten()]
+    net = torch.nn.Sequential(*before, first, torch.nn.Flatten(), torch.nn.ReLU(), torch.nn.Linear(64, 5))
+    if case == "wide":  # all 64 rows cost too much, their combinations do not
+        monkeypatch.setattr(separated_examples, "_COST", 100 * 2 * 12**2 * 9216 + 63**2 * 3135)
+    inputs = images.flatten(1) if case == "flat" else images.mean(1) if case == "no channel" else images
+    client = Client(SecondLayerFirst() if case == "head first" else net)
+    sent, _ = drawn_update(client, client.params(), *ClientTask(Batch(inputs, targets), Key(0), {}))
+    assert len(separated_from(client.model, inputs, sent)[1]) >= 6
 
 
 def test_a_separation_that_would_take_long_is_not_made() -> None:

@@ -111,7 +111,28 @@ def test_files_without_filters_are_refused(tmp_path, text, name, key):
         read_filters(tmp_path / name)
 
 
-@pytest.mark.parametrize("wrong", [{"epsilon": 0}, {"fraction": 2}, {"gamma": "much"}])
+def test_class_of_the_project_has_no_epsilon_that_is_known(tmp_path):
+    result = judged(tmp_path, nvflare().replace("nvflare.app_common", "mine"))
+    assert result.epsilon is None
+    assert "mine.filters" in result.problems[0].what
+
+
+@pytest.mark.parametrize("before", ["[{}]", '{{"sites": [{}]}}'])
+def test_filter_of_what_is_received_has_no_epsilon_wherever_it_stands(tmp_path, before):
+    result = judged(tmp_path, before.format(nvflare().replace("task_result", "task_data")))
+    assert result.epsilon is None
+
+
+def test_large_delta_is_warned_of(tmp_path):
+    result = judged(tmp_path, FLOWER.replace("1e-5", "0.5"), "pyproject.toml")
+    assert any(problem.what.startswith("delta = 0.5") for problem in result.problems)
+
+
+WRONG = [{"epsilon": 0}, {"fraction": 2}, {"gamma": "much"}, {"epsilon": float("inf")}]
+WRONG += [{"epsilon_release": "1"}, {"epsilon_query": -1.0}]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_impossible_arguments_are_errors_with_their_place(tmp_path, wrong):
     problems = judged(tmp_path, nvflare(**wrong)).problems
     assert [problem.where.rpartition(".")[2] for problem in problems] == [*wrong]

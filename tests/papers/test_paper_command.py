@@ -80,6 +80,18 @@ def test_an_attack_that_knows_the_defence_fills_its_column() -> None:
     assert compare(paper, "T1", found).cells[0].adaptive == 80
 
 
+def test_a_refused_row_does_not_stop_the_others_and_is_named_after_them(tmp_path: Path) -> None:
+    told = list[str]()
+    small = ["target_clients=1", "iterations=2", "client.batch=2"]  # r-gap wants one image
+    text = tomllib.loads(TABLES.replace('"IG" = "ig"', '"IG" = "r-gap"').replace('"GPIA" = "gpia"', '"GPIA" = "ig"'))
+    paper = PaperStudy("a-paper", _Tables.model_validate(text), (*CELLS, *(replace(c, column="GPIA") for c in CELLS)))
+    with pytest.raises(GradveilError) as refusal:
+        paper.run("T1", changes=small, runs=tmp_path, seconds=1000, tell=told.append)
+    assert all("against r-gap" in problem.where for problem in refusal.value.problems)
+    assert len(list(tmp_path.rglob("run.json"))) == 2
+    assert sum(line.startswith("REFUSED") for line in told) == 2
+
+
 def test_measurements_of_adaptive_attacks_are_filed_as_such(tmp_path: Path) -> None:
     small = ["target_clients=1", "iterations=2"]
     done = a_paper().run("T1", rows=["none"], changes=small, attack="adaptive", runs=tmp_path)

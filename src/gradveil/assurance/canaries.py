@@ -9,17 +9,20 @@ the other examples.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from gradveil.client import Client
+from gradveil.core.chain import Chain
 from gradveil.core.errors import fail
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
-from gradveil.core.types import Batch
+from gradveil.core.types import Batch, Transform
+from gradveil.core.user_code import users
+from gradveil.defences.guarantees import stages
 from gradveil.nn.token_layout import TokenModel
 from gradveil.theory.accounting import Unit
 
@@ -72,6 +75,40 @@ class Canary:
     def tensors(self, client: Client) -> Sequence[Tensor]:
         """Return the direction's parts, one for each tensor that is sent."""
         return self.direction.split([value.numel() for value in self.present.sent(client).values()])
+
+
+def overrides(client: Client) -> bool:
+    """Return whether the client's class computes updates by code of its own."""
+    return type(client).update is not Client.update or type(client).updates is not Client.updates
+
+
+def noiseless(client: Client, batch: Batch) -> Client:
+    """Return a client that repeats its update where its noise is neutral: this one, or one without its hidden draws.
+
+    Code of the user's own may draw noise that it does not declare. Without its stages, what is left moves in the same
+    direction; with them, the difference of two updates would be noise.
+    """
+    plain = client
+    if overrides(client):
+        plain = Client(**{each.name: getattr(client, each.name) for each in fields(Client)})
+    if _repeats(plain, batch):
+        return plain
+    kept = tuple(part for part in plain.batch if not users(part))
+    plain = replace(plain, batch=kept, step=_declared(plain.step), send=_declared(plain.send))
+    if not _repeats(plain, batch):
+        remedy = "declare what it draws as named noise (noise_spec), or switch it off"
+        raise fail("client", "sends another update each time, without its noise and your own stages", remedy)
+    return plain
+
+
+def _repeats(client: Client, batch: Batch) -> bool:
+    one, two = (World(batch).clean(client) for _ in range(2))
+    return bool(((one == two) | (one.isnan() & two.isnan())).all())
+
+
+def _declared(slot: Transform | None) -> Transform | None:
+    kept = tuple((name, stage) for name, stage in stages(slot) if not users(stage))
+    return (Chain(kept) if isinstance(slot, Chain) else kept[0][1]) if kept else None
 
 
 def flat(update: Mapping[str, Tensor]) -> Tensor:

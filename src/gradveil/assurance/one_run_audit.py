@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradveil.assurance.canaries import SCALES, flat, noise_inputs
+from gradveil.assurance.canaries import SCALES, flat, noise_inputs, noiseless
 from gradveil.assurance.replay_audit import EpsilonAudit, promised
 from gradveil.client import Client
 from gradveil.core.errors import Problem, refuse
@@ -64,12 +64,13 @@ def one_run_audit(
     whole = Batch(*(torch.cat(parts) for parts in zip(*kept, strict=True)))
     promise = promised(client, whole, delta, claimed, "example")
     params = client.params() if params is None else params
-    rows = _each(client, params, canaries)
+    quiet = noiseless(client, Batch(canaries.inputs[:1], canaries.targets[:1]))
+    rows = _each(quiet, params, canaries)
     seen = len(whole.targets) * flat({name: update[name] for name in client.trained()})
     # What all canaries have in common says nothing about any; the others' gradient is known to this attacker.
     rest = seen - 0.5 * rows.sum(0)
     if others is not None:
-        rest = rest - len(others.targets) * _clean(client, params, others)
+        rest = rest - len(others.targets) * _clean(quiet, params, others)
     spread = _noise(client, whole)
     gram = rows @ rows.T
     scores = torch.linalg.solve(gram + 4 * max(spread**2, 1e-9) * torch.eye(count, dtype=gram.dtype), rows @ rest)

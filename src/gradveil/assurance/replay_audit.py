@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradveil.assurance.canaries import Canary, World, craft, unsupported
+from gradveil.assurance.canaries import Canary, World, craft, noiseless, overrides, unsupported
 from gradveil.client import Client
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.formatting import number
@@ -130,7 +130,8 @@ def audit_epsilon(
         raise fail("client", " and ".join(reasons), remedy)
     key = Key(seed, (Stream.CANARY,))
     classes = count_classes(client.model, batch.inputs[:1], int(batch.targets.max()) + 1)
-    canary = craft(client, batch, promise.unit, classes, key, replaced=promise.neighbours == "replaced")
+    replaced = promise.neighbours == "replaced"
+    canary = craft(noiseless(client, batch), batch, promise.unit, classes, key, replaced=replaced)
     worlds = list[list[_Release]]()
     for side, world in enumerate((canary.present, canary.absent)):
         replayed = with_deployed_noise(client, world.batch).client if deployed else client
@@ -226,7 +227,7 @@ def _releases(
     params = client.params()
     spec, state = client.noise_spec(params, world.batch), client.init(params)
     parts = [*client.batch, *(stage for slot in (client.step, client.send) for _, stage in stages(slot))]
-    alone = any(users(part) for part in parts) or any(getattr(part, "exact", False) for part in parts)
+    alone = overrides(client) or any(users(part) or getattr(part, "exact", False) for part in parts)
     size = 1 if alone else max(1, _VALUES // sum(value.numel() for value in params.values()))
     square, directions = canary.direction.square().sum(), canary.tensors(client)
     largest = canary.direction.abs().topk(min(_ENTRIES, len(canary.direction))).indices
@@ -277,7 +278,11 @@ def _joined(present: Sequence[_Release], absent: Sequence[_Release], direction: 
 
 
 def _repeated(releases: Sequence[_Release]) -> int:
-    """Count releases that are the same as an earlier one, unless what is sent has few values anyway (signs, say)."""
-    again = len(releases) - len({release.digest for release in releases})
+    """Count releases that are the same as an earlier one, unless what is sent has few values anyway (signs, say).
+
+    Zeros do not count: a client that sometimes sends nothing shows no noise by it.
+    """
+    digests = [release.digest for release in releases if any(release.scores) or any(release.entries)]
+    again = len(digests) - len(set(digests))
     values = max((len(set(entry)) for entry in zip(*(release.entries for release in releases), strict=True)), default=0)
     return again if values >= _MANY else 0

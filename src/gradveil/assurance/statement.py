@@ -19,13 +19,14 @@ from gradveil.audit.defence_costs import Costs, DefenceCost
 from gradveil.audit.error_bound import recovery_sentence
 from gradveil.audit.findings import Findings, findings_of
 from gradveil.audit.result_rows import Row
-from gradveil.audit.run_directory import Run, results_digest
+from gradveil.audit.run_directory import NEEDLESS, Run, results_digest
 from gradveil.audit.threat_model import untried
 from gradveil.audit.verdict import LEVELS, Level, Verdict, eligible
 from gradveil.core.errors import fail
 from gradveil.core.formatting import interval, listing, number, percent, plural
 from gradveil.core.release import __version__
 from gradveil.metrics import risk
+from gradveil.theory.accounting import Participation, epsilon
 
 SCHEMA = "gradveil.assurance/1"
 """The schema of the statement as JSON."""
@@ -256,7 +257,8 @@ def _budget(row: Row) -> str:
 
 
 def _undefended(best: Row, rows: Sequence[Row]) -> str:
-    same = [row for row in rows if row.undefended and row.attack == best.attack and row.images]
+    same = [row for row in rows if row.undefended and (row.attack, row.setting) == (best.attack, best.setting)]
+    same = [row for row in same if row.images]
     if not same:
         return ""
     row = max(same, key=lambda each: each.identifiable / each.images)
@@ -350,23 +352,39 @@ def _formal(
     guarantee = str(info.get("guarantee") or "none")
     if not epsilon and cost is not None and cost.proof:
         guarantee, covers = cost.proof, f"{plural(cost.rounds, 'round')} of the training behind the accuracy"
-    replaced = planned.get("sampling") == "shuffled"
-    units = list(dict.fromkeys(str(each["unit"]) for each in bounds))
-    members = int(((config.get("client") or [{}])[0]).get("members") or 1)
-    seen = f"the sum of {members} clients" if members > 1 else "every single update"
+    members = sorted({int(client.get("members") or 1) for client in config.get("client") or [{}]})
+    seen = " or ".join(f"the sum of {count} clients" if count > 1 else "every single update" for count in members)
     return Formal(
         "none" if verdict.undefended else guarantee,
         epsilon,
         planned.get("delta") if epsilon else None,
         str(planned.get("accountant", "")) if epsilon else "",
         covers,
-        f"one {' or '.join(units)} {'replaced' if replaced else 'added or removed'}" if units else "",
+        _neighbours(bounds, planned),
         f"the server, which sees {seen}, is not trusted",
         tuple(f"{text[0].upper()}{text[1:]}." for text in map(recovery_sentence, bounds)),
         bounds,
         _unbiased(verdict.best, bounds),
         _audited(verdict.defence, audited),
     )
+
+
+def _neighbours(bounds: Sequence[Mapping[str, Any]], planned: Mapping[str, Any]) -> str:
+    """Name what neighbouring data sets differ in; of a client also the epsilon if its data are replaced.
+
+    A server that sees single updates sees who sent one, so that only another update in its place hides anything. It
+    moves a sum by twice the clip. Sampling is not counted.
+    """
+    units = list(dict.fromkeys(str(each["unit"]) for each in bounds))
+    replaced = planned.get("sampling") == "shuffled"
+    named = f"one {' or '.join(units)} {'replaced' if replaced else 'added or removed'}" if units else ""
+    clients = [each for each in bounds if each["unit"] == "client"]
+    if replaced or not clients:
+        return named
+    noise, releases = clients[-1]["noise"], clients[-1]["releases"]
+    fixed = Participation(releases, 1.0, planned.get("delta") or Participation.delta, "shuffled", at_most=releases)
+    of_them = f"of {plural(releases, 'release')}, sampling not counted"
+    return f"{named}; with one client replaced, epsilon is at most {epsilon(noise, fixed):.4g} ({of_them})"
 
 
 def _unbiased(best: Row, bounds: Sequence[Mapping[str, Any]]) -> float | None:
@@ -412,3 +430,7 @@ def _unfinished(result: Findings) -> Iterator[str]:
         yield f"{plural(result.undone, 'trial')} of this run that {'is' if result.undone == 1 else 'are'} not done"
     if failed := [f"{row.attack} on {row.defence}" for row in result.broken if not row.is_control]:
         yield f"{plural(len(failed), 'trial')} of this run that failed: {listing(dict.fromkeys(failed))}"
+    needless = [row for row in result.rows if (row.trial.failed or "").startswith(NEEDLESS)]
+    if needless:
+        which = dict.fromkeys(f"{row.attack} on {row.defence}" for row in needless)
+        yield f"searches that were left out, since closed forms broke the defence: {listing(which)}"

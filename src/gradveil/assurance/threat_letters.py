@@ -37,14 +37,14 @@ THREAT_MODELS: dict[Letter, ThreatModel] = {
 """All letters, the weakest attacker first."""
 
 NOT_RUN: dict[Letter, str] = {
-    "A": "no attack on examples does without the model",
-    "B": "no attack on updates alone was chosen",
-    "C": "clients send one gradient, or no attack was chosen",
+    "A": "every attack on examples knows the model; restored labels are under inference",
+    "B": "no attack on updates alone was run",
+    "C": "clients send one gradient, or no attack was run",
     "D": "no attack had auxiliary data",
     "E": "no attack was granted statistics of a client's data",
-    "F": "no malicious server was chosen, or none fits",
+    "F": "no malicious server was run, or none fits",
     "G": "no malicious server had auxiliary data",
-    "H": "no attack selects or inserts clients",
+    "H": "Gradveil has no attack that selects or inserts clients",
 }
 """Why a letter was not run: nothing follows for it."""
 

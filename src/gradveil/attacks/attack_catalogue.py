@@ -49,6 +49,7 @@ from gradveil.attacks.malicious.loss_steering import Steering, steering
 from gradveil.attacks.malicious.planted_block import Imprint, Trap
 from gradveil.attacks.many_rounds import averaging, glaus
 from gradveil.attacks.sequences.embedding_rows import EmbeddingRows
+from gradveil.attacks.sequences.embedding_search import EmbeddingSearch
 from gradveil.attacks.sequences.span_attack import SpanAttack, span_rank
 from gradveil.attacks.undo_batch_defence import undoing
 from gradveil.core.errors import Problem, fail, refuse
@@ -99,6 +100,7 @@ _IN_ORDER = (
         "tv",
         "tv_over",
         "l2",
+        "denoise",
         "objective",
         "ignore",
         "labels",
@@ -191,6 +193,8 @@ class InversionEntry(AttackEntry):
             given.setdefault("simulated_client", "full")
             given["knowledge"] = undoing(given.get("knowledge", attack.knowledge))
         if given.get("start") == "solved" and given.get("simulated_client", attack.simulated_client) == "full":
+            given["knowledge"] = {**given.get("knowledge", attack.knowledge), "public": Known()}
+        if given.get("denoise"):  # a denoiser is trained on public images
             given["knowledge"] = {**given.get("knowledge", attack.knowledge), "public": Known()}
         if given.get("share") is not None:  # a gate is fitted to public images
             given["knowledge"] = {**attack.knowledge, "public": Known()}
@@ -341,6 +345,7 @@ _TABLEAK = "Vero, Balunović, Dimitrov, Vechev 2023, TabLeak: Tabular Data Leaka
 _MEAN = "the law of large numbers"
 _GLAUS = "Yang et al. 2023 (GLAUS)"
 _FILM = "Gupta et al. 2022, Recovering Private Text in Federated Learning of Language Models (NeurIPS)"
+_LAMP = "after Balunović et al. 2022, LAMP: Extracting Text from Gradients with Language Model Priors (NeurIPS)"
 _DAGER = "Petrov, Dimitrov, Baader, Müller, Vechev 2024, DAGER: Exact Gradient Inversion for Large Language Models"
 _FISHED = (*(s for s in settings_of(Fishing) if s.name in ("target", "share")), *_only(*SEARCHED, "simulated_client"))
 _STEERED = (
@@ -398,6 +403,7 @@ ATTACKS: dict[str, AttackEntry] = {
         AttackEntry("embedding-rows", EmbeddingRows, "texts: words and their order off embedding rows", _FILM),
         AttackEntry("span", SpanAttack, "texts: words and their order by membership in two layers' spans", _DAGER),
         AttackEntry("span-rank", span_rank, "texts: span, with words ranked where noise fills the space", _DAGER),
+        AttackEntry("embedding-search", EmbeddingSearch, "texts: a search over mixtures of likely words", _LAMP),
     )
 }
 """Every attack that a run file, the command line or `make_attack` can name."""

@@ -92,7 +92,7 @@ class Simulated:
         spec = simulated_client.noise_spec(params, Batch(batch.inputs[0], batch.targets[0]))
         additive = [n for n in spec if n.startswith(ADDED)]
         if not spec:
-            return batch.inputs.new_full((len(rows), COLUMNS), torch.nan)
+            return torch.full((len(rows), COLUMNS), torch.nan, device=batch.inputs.device)
         observed = {n: v[rows] for n, v in self.seen.update.items()}
         keys = [[key.child(row, number) for row in rows] for number in range(DRAWS)]
         quiet, noisy = self._send(batch, keys[0], ()), [self._send(batch, draw) for draw in keys]

@@ -200,18 +200,19 @@ def best_chances(records: Sequence[Mapping[str, Any]], unit: Unit = "example") -
     of recovery is a share of public images: it takes the upper Clopper-Pearson end at 5%, divided by the number of
     guesses that were compared (every public image, the mean of the class, and the mean image). A batch has as many
     guesses as images. An attacker who knows all examples but one aims all of them at this one: the chance of an
-    `example` is that of the easiest image. The others' chances are averages, of which a `client` has as many as images.
+    `example` is that of the easiest image. A `client` has as many chances as images: that of the easiest client counts.
     """
     of = max if unit == "example" else fmean
     found: dict[str, float] = {}
-    every = [
-        (image.get("expected") or {}, len(record["per_image"])) for record in records for image in record["per_image"]
-    ]
-    if every and all("identified" in expected for expected, _ in every):
+    clients = [[image.get("expected") or {} for image in record["per_image"]] for record in records]
+    clients = [images for images in clients if images]
+    if clients and all("identified" in expected for images in clients for expected in images):
         aimed = "aimed" if unit == "example" else "identified"
-        found["identified"] = of(expected.get(aimed, expected["identified"]) for expected, _ in every)
-    if every and all("recovered" in expected for expected, _ in every):
-        found["recovered"] = of(min(1.0, _upper(expected, guesses, unit)) for expected, guesses in every)
+        found["identified"] = max(of(each.get(aimed, each["identified"]) for each in images) for images in clients)
+    if clients and all("recovered" in expected for images in clients for expected in images):
+        found["recovered"] = max(
+            of(min(1.0, _upper(expected, len(images), unit)) for expected in images) for images in clients
+        )
     return found
 
 

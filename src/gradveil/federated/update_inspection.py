@@ -39,6 +39,8 @@ since few examples have no reliable standard deviation."""
 _LEARNING, _AGREES = 0.5, 0.2
 """Least share of examples that a fresh layer learns from, and least cos^2 of an update with its gradient, for malice by
 a layer that learns from few examples."""
+_AGAIN = tuple(f"fresh again, {number}" for number in range(7))
+"""Further fresh parameters. All but the first are looked at before an alarm by less than half of the batch only."""
 _WHOLE = 4096
 """Largest number of examples for a judgement of all local steps; larger clients are judged by the first gradient."""
 _ALIKE, _GROUPS, _UNITS = 0.1, 13, 64
@@ -125,7 +127,7 @@ def exposure(
     read = frozenset[int]().union(*(layer.read for layer in layers))
     summed = _of_all(client, batch, sent) if client.local is not None else 0
     between = 0 if last is None else _of_all(client, batch, {n: sent[n] - v for n, v in last.items() if n in sent})
-    path, unmixed = separated_from(client.model, batch.inputs, sent)
+    path, unmixed = separated_from(client.model, batch.inputs, sent, params)
     share = max(len(read) / len(inputs), min(1.0, max(summed, between, len(unmixed)) / len(inputs)))
     suspects = [side for layer in layers for side in layer.sides if _suspect(side, len(inputs))]
     suspected = frozenset(layer.layer for layer in layers if not set(suspects).isdisjoint(layer.sides))
@@ -234,7 +236,7 @@ class _Comparison:
         examples, fresh = len(self.first[0].inputs), self._at("fresh", layer)
         if not self._exceeds(layer, len(fresh.singled), _FEW):
             return None
-        count = max(len(fresh.singled), len(self._at("fresh again", layer).singled))
+        count = max(len(fresh.singled), len(self._at(_AGAIN[0], layer).singled))
         if not self._exceeds(layer, count, _MANY):
             limits = {"without biases": _FEW} if self._before() is None else {"without biases": _FEW, "before": _SOON}
             counts = {which: max(count, len(self._at(which, layer).singled)) for which in limits}
@@ -242,6 +244,10 @@ class _Comparison:
             if not exceeded:
                 return None
             count = min(exceeded)
+            # How many a fresh model singles out depends on its draw, and two draws may both be low.
+            draws = (len(self._at(which, layer).singled) for which in _AGAIN[1:])
+            if not all(self._exceeds(layer, draw, _FEW) for draw in draws):
+                return None
         evidence = f"singles out {len(layer.visible)} of {examples} examples, where parameters to compare with (fresh, "
         evidence += f"without biases, of the round before) do with {count}"
         return Finding("malice", f"update.{layer.layer}", evidence)
@@ -269,7 +275,7 @@ class _Comparison:
             if params is None:
                 params = freshened(self.client.model, self.params, Key(0, (which,)))
             # Fresh running statistics are 0 and 1. The other fresh parameters get the batch's means.
-            centred, even = which in ("fresh again", "without biases"), which == "even"
+            centred, even = which in (*_AGAIN, "without biases"), which == "even"
             layers = Pass(self.client, params, *self.first, centred=centred, even=even, only=self.layers).run()
             self._made[which] = {side.layer: side for inspected in layers for side in inspected.sides}
         return self._made[which].get(layer.layer, Isolated(layer.layer))

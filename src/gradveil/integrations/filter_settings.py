@@ -23,6 +23,8 @@ LARGEST = 1 << 20
 """Bytes of a settings file at most."""
 USELESS = 10.0
 """An epsilon above this is no useful guarantee."""
+_LARGEST_DELTA = 0.01
+"""A delta above this is no useful guarantee, with fewer than a hundred clients at least."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class FilterSettings:
     arguments: Mapping[str, Any]
     tasks: tuple[str, ...] = ()
     """The tasks that it filters; empty where the file names none."""
+    named: str = ""
+    """How the file names the class."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,11 @@ def read_filters(path: Path) -> list[FilterSettings]:
 def judge(settings: FilterSettings, parameters: int, rounds: int) -> FilterPrivacy:
     """Compute the epsilon of a filter for a model of so many parameters, with what is wrong and what to do."""
     found = _JUDGES[settings.kind](settings, parameters, rounds)
-    if settings.where.partition("[")[0].endswith("task_data_filters"):
+    if "." in settings.named and settings.named.partition(".")[0] not in ("nvflare", "flwr"):
+        what = f"{settings.named} is a class of the project: nothing is known of its noise"
+        problem = _warning(settings, what, "audit it as a defence of your own (docs: write a defence)")
+        return replace(found, defence="", epsilon=None, over=None, problems=(problem,))
+    if re.search(r"(^|\.)task_data_filters\b", settings.where):
         what = "filters what the client receives: its updates leave unfiltered"
         problem = _warning(settings, what, "list it below task_result_filters")
         return replace(found, epsilon=None, over=None, problems=(problem, *found.problems))
@@ -153,7 +161,7 @@ def _found(raw: Any, where: str, tasks: tuple[str, ...] = ()) -> Iterator[Filter
         kind = named.rpartition(".")[2] if isinstance(named, str) else ""
         if kind in _JUDGES:
             arguments = held.get("args") or {}
-            yield FilterSettings(where, kind, arguments if isinstance(arguments, dict) else {}, tasks)
+            yield FilterSettings(where, kind, arguments if isinstance(arguments, dict) else {}, tasks, str(named))
         for key, value in held.items():
             yield from _found(value, f"{where}.{key}" if where else key, tasks)
     elif isinstance(raw, list):
@@ -207,13 +215,13 @@ def _svt(settings: FilterSettings, parameters: int, rounds: int) -> FilterPrivac
     values, problems = _numbers(
         settings, {"fraction": 0.1, "epsilon": 0.1, "noise_var": 0.1, "gamma": 1e-5, "tau": 1e-6}
     )
-    if problems:
-        return FilterPrivacy(settings, "", None, None, rounds, tuple(problems))
+    own = {f"epsilon_{part}": math.nan for part in ("threshold", "query", "release")}
+    own = {name: value for name, value in own.items() if settings.arguments.get(name) is not None}
+    budgets, wrong = _numbers(settings, own)
+    if problems or wrong:
+        return FilterPrivacy(settings, "", None, None, rounds, (*problems, *wrong))
     budget = svt_budget(parameters, values["fraction"], values["epsilon"], values["noise_var"])
-    for part in ("threshold", "query", "release"):
-        own = settings.arguments.get(f"epsilon_{part}")
-        if isinstance(own, int | float) and own > 0:
-            budget = budget._replace(**{part: float(own)})
+    budget = budget._replace(**{name.removeprefix("epsilon_"): value for name, value in budgets.items()})
     selection = budget.threshold + budget.query
     if budget.total > USELESS:
         what = (
@@ -224,7 +232,7 @@ def _svt(settings: FilterSettings, parameters: int, rounds: int) -> FilterPrivac
         problems.append(_warning(settings, what, fix))
     what = "entries that do not pass are asked again with new noise, for which no budget is counted"
     problems.append(_warning(settings, what, "read the epsilon as a lower bound of what the filter spends"))
-    if not {"epsilon_threshold", "epsilon_query"} & settings.arguments.keys():
+    if not {"epsilon_threshold", "epsilon_query"} & budgets.keys():
         older = values["epsilon"] * (1 + (2 * budget.sent) ** (2 / 3)) / 2
         what = f"before NVFlare 2.8 its selection has epsilon {_number(older)}, not {_number(selection)}"
         problems.append(_warning(settings, what, "install NVFlare 2.8 or later"))
@@ -268,6 +276,9 @@ def _local_dp(settings: FilterSettings, parameters: int, rounds: int) -> FilterP
     if wanted >= 1:
         what = f"epsilon = {wanted:g}: the formula of the noise is proven for epsilon below 1"
         problems.append(_warning(settings, what, "set epsilon below 1, or trust the epsilon that is printed here"))
+    if delta > _LARGEST_DELTA:
+        what = f"delta = {delta:g}: with that probability the update may be sent as it is, whatever epsilon is"
+        problems.append(_warning(settings, what, "set delta well below one over the number of clients"))
     if every > USELESS:
         what = f"over {rounds:,} rounds epsilon is {_number(every)}: no useful guarantee"
         problems.append(_warning(settings, what, "lower epsilon or the rounds: gradveil account computes the noise"))
@@ -289,7 +300,7 @@ def _numbers(settings: FilterSettings, defaults: Mapping[str, float]) -> tuple[d
         value = settings.arguments.get(name, default)
         number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
         values[name] = number
-        if math.isnan(number) or number < 0 or (number == 0 and name not in ("tau", "percentile")):
+        if not math.isfinite(number) or number < 0 or (number == 0 and name not in ("tau", "percentile")):
             said = "is missing" if name not in settings.arguments else f"is {value!r}, not a positive number"
             problems.append(Problem(f"{settings.where}.{name}", said, "give a positive number", "error"))
     ends = {"fraction": 1.0, "percentile": 100.0, "delta": 1.0}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from gradveil.core.errors import fail
+from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.papers.comparison import ComparedTable, Measured, compare
 from gradveil.papers.cost_estimate import CostEstimate, estimate, modelled
 from gradveil.papers.records import Record, best, folder_to_write, read, records_folder, write
@@ -114,7 +114,7 @@ class PaperStudy(Study):
 
         `attack`, such as `adaptive`, takes the place of the table's attacks. After `seconds` no further row starts; at
         quick scale the default is 60 s. Without the data files, quick scale uses bundled images: that shows that it
-        runs, and is never recorded or compared.
+        runs, and is never recorded or compared. Rows that are refused are named at the end, after the others.
         """
         todo = row_runs(self, table, scale, rows, columns, settings, changes, attack)
         if scale == "quick":
@@ -125,7 +125,7 @@ class PaperStudy(Study):
                 todo, runs, record = [stand_in_data(each) for each in todo], runs / "bundled-images", False
         into = folder_to_write(records) / self.key if record else None
         workers = workers or (1 if seconds is not None else None)  # starting processes takes longer than such rows
-        begun, done, begun_rows = time.monotonic(), list[Record](), 0
+        begun, done, begun_rows, refused = time.monotonic(), list[Record](), 0, dict[Problem, list[str]]()
         for number, each in enumerate(todo, 1):
             measured = [] if fresh else each.finished(runs)
             if not measured:
@@ -135,11 +135,22 @@ class PaperStudy(Study):
                     break
                 tell(f"[{number}/{len(todo)}] {each.title}")
                 begun_rows += 1
-                measured = run_row(each, runs, data_dir, workers, fresh)
+                try:
+                    measured = run_row(each, runs, data_dir, workers, fresh)
+                except GradveilError as error:  # the other rows run; all that is refused is said together
+                    tell(f"REFUSED: {each.title}")
+                    for problem in error.problems:
+                        refused.setdefault(problem, []).append(each.title)
             done += measured
             if into is not None:
                 write(measured, into)
+        refuse([replace(one, where=f"{_few(titles)}: {one.where}") for one, titles in refused.items()])
         return done
+
+
+def _few(titles: Sequence[str]) -> str:
+    more = len(titles) - 3
+    return "; ".join(titles[:3]) + (f" and {more} more rows" if more > 0 else "")
 
 
 def studies() -> dict[str, PaperStudy]:

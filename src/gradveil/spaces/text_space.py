@@ -13,6 +13,7 @@ from torch import Tensor
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.space import ExampleWords, Space
 from gradveil.metrics.text_similarity import disclosed, rouge_l, rouge_n
+from gradveil.spaces.likeliest_text import likeliest_text
 
 
 @dataclass(frozen=True)
@@ -164,12 +165,21 @@ class TextSpace(Space):
         return views.mode(0).values
 
     def guesses(self, views: Tensor, tested: int) -> Tensor:
-        """Return two guesses for each text: the most frequent tokens of the others, and their most typical text."""
+        """Return three guesses for each text, from other texts.
+
+        They are the most frequent tokens, the most typical text, and the likeliest text of the same length by word
+        pairs, which one half of the texts gives for the other half.
+        """
         typical, found = views[self.central(views)[:2]], []
+        halves, continued = (views[1::2], views[::2]), dict[tuple[int, int], Tensor]()
         for i in range(tested):
             others = torch.cat([views[:i], views[i + 1 :]]) if len(views) > 1 else views
             best = typical[1] if len(typical) > 1 and torch.equal(typical[0], views[i]) else typical[0]
-            found.append(torch.stack([self.average(others), best]))
+            where = i % 2, int((views[i] != self.padding).sum())
+            if where not in continued:
+                other = halves[i % 2] if len(views) > 1 else views
+                continued[where] = likeliest_text(other.long(), where[1], self.padding, self.end).to(views)
+            found.append(torch.stack([self.average(others), best, continued[where]]))
         return torch.stack(found, 1)
 
     def central(self, views: Tensor) -> Tensor:

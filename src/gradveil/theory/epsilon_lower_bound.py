@@ -138,7 +138,7 @@ def _threshold(inside: np.ndarray, outside: np.ndarray, delta: float, confidence
 
 def _pure(positives: float, negatives: float, delta: float) -> float:
     ways = ((positives, negatives), (negatives, positives))
-    return max(0.0, *(math.log((1 - delta - one) / two) for one, two in ways if 1 - delta > one and two > 0))
+    return max([0.0, *(math.log((1 - delta - one) / two) for one, two in ways if 1 - delta > one and two > 0)])
 
 
 def _shift(positives: float, negatives: float) -> float:

@@ -41,6 +41,9 @@ class InversionSettings(Checked):
         "Total variation of each channel, or also of the differences between colour channels.",
     ] = "channels"
     l2: Annotated[Strength, "Weight of the images' mean square."] = 0.0
+    denoise: Annotated[
+        Strength, "Weight of the mean square that a denoiser, trained on public images, would remove from the images."
+    ] = 0.0
     descent: Descent = field(default_factory=Descent)
     restarts: Annotated[Count, "Searches per target client, of which the best is kept."] = 1
     start: Annotated[

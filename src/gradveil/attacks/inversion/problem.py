@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Generator, Tensor
 
 from gradveil.attacks.inversion.cma_es import CMAES
+from gradveil.attacks.inversion.denoiser import ENOUGH, FEWEST, Denoiser, kept_denoiser, unlikeness
 from gradveil.attacks.inversion.distances import (
     OBJECTIVES,
     Consensus,
@@ -220,6 +222,14 @@ class InversionProblem:
         """Count the rows: every restart of every target client."""
         return self.target_clients * self.attack.restarts
 
+    @cached_property
+    def denoiser(self) -> Denoiser | None:
+        """The denoiser of the public images; None where there are too few."""
+        public = self.knowledge.public
+        if public is None or len(public.inputs) < FEWEST:
+            return None
+        return kept_denoiser(self.knowledge.space.view(public.inputs[:ENOUGH].to(self.device).float()))
+
     def learn(self) -> None:
         """Train the generator of the images on auxiliary data, if the attack has one."""
         public = self.knowledge.public
@@ -296,6 +306,9 @@ class InversionProblem:
             value = value + attack.tv * variation(inputs, attack.tv_over)
         if attack.l2:
             value = value + attack.l2 * energy(inputs)
+        if attack.denoise and self.denoiser is not None:
+            pixels = (inputs - self.lower) / (self.upper - self.lower)
+            value = value + attack.denoise * unlikeness(self.denoiser, pixels)
         if wanted := select(constants, "statistics"):
             r = self.rounds[0]
             of_batch = layer_statistics(self.simulated_client, r.params, batch, {n: noise[r.of(n)] for n in self.spec})

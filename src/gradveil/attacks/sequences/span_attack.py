@@ -26,7 +26,8 @@ from gradveil.attacks.sequences.token_candidates import Candidates, rank_words
 from gradveil.attacks.sequences.token_companions import TokenCompanions
 from gradveil.attacks.sequences.token_span import TOLERANCE, TokenSpan, is_pruned, token_span
 from gradveil.attacks.sequences.word_prior import word_pairs
-from gradveil.attacks.sequences.word_rows import WordRows, word_rows
+from gradveil.attacks.sequences.word_rows import WordRows
+from gradveil.attacks.sequences.word_rows import word_rows as read_word_rows
 from gradveil.client import Client
 from gradveil.core.errors import Problem, fail
 from gradveil.core.noise import Key
@@ -114,7 +115,7 @@ class SpanAttack(Checked):
         prior = self._prior(knowledge, space)
         texts, costs, ranks, proofs = [], [], [], []
         for client in range(len(seen.target_clients)):
-            one = _Client(self, seen, client, simulated_client, knowledge, space, prior)
+            one = SpanSearch(self, seen, client, simulated_client, knowledge, space, prior)
             sentences = one.recovered()
             texts.append(padded([s.words for s in sentences], seen.examples, space))
             costs.append(sum(s.cost for s in sentences) / len(sentences) if sentences else torch.inf)
@@ -146,7 +147,7 @@ def span_rank() -> SpanAttack:
 
 
 @dataclass
-class _Client:
+class SpanSearch:
     """The search in one target client's update; what is recovered is subtracted from the update."""
 
     attack: SpanAttack
@@ -161,6 +162,7 @@ class _Client:
     units: tuple[Tensor, TokenSpan] | None = None
 
     def __post_init__(self) -> None:
+        """Take what the search reads of the update."""
         model = self.simulated_client.model
         assert isinstance(model, TokenModel)
         self.model, self.layout = model, model.layout
@@ -178,10 +180,10 @@ class _Client:
 
     def recovered(self) -> list[Sentence]:
         """Return up to one sentence per example, proved ones first."""
-        first = self._span(0, self.seen.examples)
+        first = self.span(0, self.seen.examples)
         self.rank = first.rank
         if not first.exact:
-            return self._ranked(first) if self.attack.ranked else []
+            return self.ranked(first) if self.attack.ranked else []
         if self.layout.causal:
             return self._with_last_words(self._searched(first, []))
         first, found = self._solved(first)
@@ -223,7 +225,7 @@ class _Client:
         hidden = self._hidden()
         if hidden is None or not hidden.exact:
             return None
-        listed = self._members(first, self._rows(self.seen.examples))
+        listed = self._members(first, self.word_rows(self.seen.examples))
         residuals = torch.where(listed.residuals < MEMBER, listed.residuals, torch.inf)
         listed = Candidates(listed.words, residuals)
         perceptron = self._site() != self.layout.out
@@ -253,7 +255,7 @@ class _Client:
         """Return candidates that no sentence found has, those first that are likely in one sentence of the batch."""
         counts = torch.bincount(system.places)[system.places]
         order = (counts < left) * len(counts) + counts
-        rows = self._rows(self.seen.examples)
+        rows = self.word_rows(self.seen.examples)
         if rows is not None and rows.shares is not None:
             place = torch.searchsorted(rows.bag, system.words).clamp_max(len(rows.bag) - 1)
             shares = rows.shares[system.places.clamp_max(len(rows.shares) - 1), place]
@@ -281,7 +283,7 @@ class _Client:
                 if not proved:
                     found += distinct(sorted(better, key=lambda one: one.cost), left)
                     # A completed gradient has few directions, but not exactly those of the words.
-                    return found or (self._ranked(first) if self.attack.ranked else [])
+                    return found or (self.ranked(first) if self.attack.ranked else [])
             level = 0 if proved else level + 1
             peeled = 0
             for one in proved[:left]:
@@ -296,7 +298,8 @@ class _Client:
                 break
         return found
 
-    def _span(self, layer: int, examples: int) -> TokenSpan:
+    def span(self, layer: int, examples: int) -> TokenSpan:
+        """Return the span of a layer's inputs."""
         one = {name: value.unsqueeze(0) for name, value in self.rest.items()}
         gradients = [value[0] for value in self.layout.gradients(one, layer)]
         dtype = next(iter(self.params.values())).dtype
@@ -314,15 +317,16 @@ class _Client:
         paths = [path.format(1) for path in self.layout.attention]
         if self.layout.layers < 2 or not (self.layout.gradients(one, 1) or adapters(self.rest, paths)):
             return None
-        return self._span(1, examples)
+        return self.span(1, examples)
 
-    def _rows(self, examples: int) -> WordRows | None:
+    def word_rows(self, examples: int) -> WordRows | None:
+        """Return what embedding rows show; None if they were not sent, or are not to be used."""
         most = examples * self.space.shape[0]
-        return word_rows(self.rest, self.layout, 2 * most) if self.attack.rows else None
+        return read_word_rows(self.rest, self.layout, 2 * most) if self.attack.rows else None
 
     def _search(self, span: TokenSpan, examples: int, beam: int, kept: int) -> SentenceSearch:
         """Return the search among members of the first layer's span."""
-        rows = self._rows(examples)
+        rows = self.word_rows(examples)
         bag = None if rows is None else rows.bag
         listed = self._members(span, rows)
         costs = torch.where(listed.residuals < MEMBER, listed.residuals, torch.inf)
@@ -356,23 +360,14 @@ class _Client:
             beam, prior, self.attack.prior_weight,
         )  # fmt: skip
 
-    def _ranked(self, span: TokenSpan) -> list[Sentence]:
+    def ranked(self, span: TokenSpan) -> list[Sentence]:
         """Return the best distinct sentences among the best ranked words of each position."""
-        examples = self.seen.examples
-        rows = self._rows(examples)
-        length = self.space.shape[0] if rows is None or rows.length is None else rows.length
-        bag = None if rows is None else rows.bag
-        listed = rank_words(self.model, self.layout, self.params, span, length, self.attack.shortlist, bag)
-        listed = self._with_marks(listed, span)
-        search = self._searching(listed, examples, _RANKED, self.prior)
+        examples, length = self.seen.examples, self.longest
+        search = self._searching(self.likely(span, self.attack.shortlist), examples, _RANKED, self.prior)
         if self.layout.causal:
             tried = distinct(search.run(_RANKED * length), examples)
             return [search.improved(one) for one in tried]
-        # Prefixes say little of the second layer: the first layer and the prior propose one sentence per length.
-        lengths: dict[int, list[Sentence]] = {}
-        for one in replace(search, second=None, beam=_PROPOSED).run(_PROPOSED * length):
-            lengths.setdefault(len(one.words), []).append(one)
-        proposed = [search.measured(one.words) for same in lengths.values() for one in same[:examples]]
+        proposed = [search.measured(one.words) for same in self._proposed(search) for one in same[:examples]]
         usual = search.usual_cost(proposed)
 
         def cost(one: Sentence) -> float:
@@ -381,6 +376,31 @@ class _Client:
 
         best = sorted(proposed, key=cost)[: _IMPROVED * examples]
         return distinct(sorted(map(search.improved, best), key=cost), examples)
+
+    def likely(self, span: TokenSpan, count: int) -> Candidates:
+        """Return the best ranked words of each position, start and end among them."""
+        rows = self.word_rows(self.seen.examples)
+        bag = None if rows is None else rows.bag
+        listed = rank_words(self.model, self.layout, self.params, span, self.longest, count, bag)
+        return self._with_marks(listed, span)
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest text, as far as position rows show it."""
+        rows = self.word_rows(self.seen.examples)
+        return self.space.shape[0] if rows is None or rows.length is None else rows.length
+
+    def proposed(self, listed: Candidates) -> list[Sentence]:
+        """Return the likeliest sentence of each length by the first layer and the prior."""
+        found = self._proposed(self._searching(listed, self.seen.examples, _RANKED, self.prior))
+        return [same[0] for same in found]
+
+    def _proposed(self, search: SentenceSearch) -> list[list[Sentence]]:
+        """Return sentences by length. Prefixes say little of the second layer: the first and the prior propose them."""
+        lengths: dict[int, list[Sentence]] = {}
+        for one in replace(search, second=None, beam=_PROPOSED).run(_PROPOSED * self.longest):
+            lengths.setdefault(len(one.words), []).append(one)
+        return list(lengths.values())
 
     @torch.no_grad()
     def _with_marks(self, listed: Candidates, span: TokenSpan) -> Candidates:
@@ -418,12 +438,12 @@ class _Client:
         if best is None or best[0] > rank - _FALLS * len(sentence.words):
             return None
         self.rest, self.units = best[1:]
-        return self._span(0, self.seen.examples)
+        return self.span(0, self.seen.examples)
 
     def _directions(self) -> int:
         """Return how many directions the rest of the update fills: one per token in the hidden units' span."""
         hidden = self._hidden()
-        return hidden.rank if hidden is not None and hidden.exact else self._span(0, self.seen.examples).rank
+        return hidden.rank if hidden is not None and hidden.exact else self.span(0, self.seen.examples).rank
 
     def _without(self, name: str, value: Tensor, update: Tensor) -> Tensor:
         """Subtract one sentence's gradient; rows of an embedding that only rounding leaves become 0."""

@@ -166,6 +166,11 @@ RULES: tuple[Rule, ...] = (
         "the gradients of the first layers lie in the span of the words that were read",
         kinds=("texts",),
     ),
+    Rule(
+        ("embedding-search",),
+        "spans decide nothing under noise, in wide batches and in adapters: all layers compare whole sentences",
+        kinds=("texts",),
+    ),
     # What the update is: equations that determine the input.
     Rule(
         ("unmix",),

@@ -89,10 +89,15 @@ INNER = "inner"
 """Name of the model of transformers within its wrapper: all its parameters start with it."""
 
 
+_PEFT = "base_model.model"
+"""Path of the model of transformers within one of peft."""
+
+
 class HuggingFaceText(TokenModel):
     """A sequence classifier or causal language model of transformers that takes token numbers [B, T] alone.
 
-    It holds a copy. Attention is computed eagerly, behind an additive mask of floats, and LayerNorm by its formula:
+    It holds a copy, with the LoRA adapters that the package peft put around the model, if any.
+    Attention is computed eagerly, behind an additive mask of floats, and LayerNorm by its formula:
     with other masks, with fused attention and with torch's LayerNorm, batched gradients fail or are wrong. Paths in
     the layout start with `inner`, the model of transformers.
     """
@@ -113,8 +118,9 @@ class HuggingFaceText(TokenModel):
             family["offset"] = padding + 1
         if (config.pad_token_id is None or config.pad_token_id < 0) and family["causal"]:
             config.pad_token_id = padding  # a classifier looks for the last token before it
+        stem = f"{INNER}.{_PEFT}" if _adapted(inner) else INNER
         within = {
-            name: tuple(f"{INNER}.{path}" for path in value) if isinstance(value, tuple) else f"{INNER}.{value}"
+            name: tuple(f"{stem}.{path}" for path in value) if isinstance(value, tuple) else f"{stem}.{value}"
             for name, value in family.items()
             if name in _PATHS and value is not None
         }
@@ -163,9 +169,19 @@ def _predicts_words(inner: Any) -> bool:
     return inner.get_output_embeddings() is not None
 
 
+def _adapted(inner: nn.Module) -> bool:
+    """Return whether peft holds the model: the names of its own attributes are delegated, those of parameters not."""
+    return any(name.startswith(f"{_PEFT}.") for name, _ in inner.named_parameters())
+
+
 def _problems(inner: Any) -> Iterator[Problem]:
     """Find out why a model cannot be wrapped."""
-    config = getattr(inner, "config", None)
+    config, names = getattr(inner, "config", None), [name for name, _ in inner.named_parameters()]
+    if any(name.startswith("base_model.") for name in names) and not any(".lora_A." in name for name in names):
+        what = f"{type(inner).__name__} trains no LoRA adapters (A and B), and other gradients are not read"
+        yield Problem("model", what, "give a LoraConfig, or audit all parameters of model.unload()")
+        return
+    inner = inner.get_submodule(_PEFT) if _adapted(inner) else inner
     kind = getattr(config, "model_type", None)
     if kind not in FAMILIES:
         what = f"the first layers of '{kind or type(inner).__name__}' are not known"

@@ -1,0 +1,42 @@
+"""The likeliest text of a length in a model of word pairs: what a guess that knows the language alone says."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def likeliest_text(texts: Tensor, length: int, padding: int, end: int | None = None) -> Tensor:
+    """Return the likeliest token numbers [T] of a length by word pairs that texts [N, T] hold, padded.
+
+    If there is an end, the text ends there where some pairs lead to it.
+
+    >>> likeliest_text(torch.tensor([[1, 5, 2, 0], [1, 5, 6, 2], [1, 5, 6, 2]]), length=4, padding=0, end=2).tolist()
+    [1, 5, 6, 2]
+    """
+    words, numbered = texts.unique(return_inverse=True)
+    before, after = numbered[:, :-1][texts[:, 1:] != padding], numbered[:, 1:][texts[:, 1:] != padding]
+    edges, counts = torch.unique(before * len(words) + after, return_counts=True)
+    sources, goals = edges // len(words), edges % len(words)
+    totals = torch.zeros(len(words)).double().index_add(0, sources, counts.double())
+    logs = (counts / totals[sources]).log()
+    first = torch.bincount(numbered[:, 0], minlength=len(words)).double()
+    best = (first / first.sum()).log()
+    arrived: list[Tensor] = []
+    for _ in range(min(length, texts.shape[1]) - 1):
+        scores = best[sources] + logs
+        reached = torch.full_like(best, -torch.inf).scatter_reduce(0, goals, scores, "amax")
+        usable = (scores == reached[goals]) & torch.isfinite(scores)
+        if not bool(usable.any()):
+            break
+        back = torch.zeros(len(words), dtype=torch.long)
+        arrived.append(back.scatter_reduce(0, goals[usable], sources[usable], "amax", include_self=False))
+        best = reached
+    ends = (words == end).nonzero().flatten() if end is not None else words[:0]
+    last = int(ends[0]) if len(ends) and bool(torch.isfinite(best[ends[0]])) else int(best.argmax())
+    found = [last]
+    for back in reversed(arrived):
+        found.append(int(back[found[-1]]))
+    text = torch.full_like(texts[0], padding)
+    text[: len(found)] = words[torch.tensor(found[::-1])]
+    return text

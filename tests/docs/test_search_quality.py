@@ -1,0 +1,39 @@
+"""The tables of searches' quality, over seconds and with a denoiser, hold the recorded numbers."""
+
+import csv
+from pathlib import Path
+
+HERE = Path(__file__).parents[2]
+
+
+def recorded(name: str) -> list[dict[str, str]]:
+    with (HERE / "benchmarks/results" / name).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def rows(page: str, start: str) -> list[list[str]]:
+    lines = (HERE / "docs" / page).read_text("utf-8").partition(start)[2].partition("\n## ")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+
+
+def test_table_of_seconds_to_a_quality_holds_the_runs() -> None:
+    head, *lines = rows("performance.md", "## Time to a quality")
+    searches = [run for run in recorded("time-to-quality.csv") if run["iterations"] != "0"]
+    names = {"portfolio": "`portfolio`", "invertinggradients": "`breaching`, inverting gradients"}
+    names["modern"] = "`breaching`, `modern`"
+    for run in searches:
+        clients = run["target_clients"]
+        (line,) = [line for line in lines if line[:2] == [names[run["contender"].split()[1]], clients]]
+        seconds = float(run["seconds"]) / int(clients)
+        assert line[head.index(run["iterations"])] == f"{float(run['ssim']):.2f} ({seconds:.2f} s)"
+    assert sum(bool(cell) for line in lines for cell in line[2:]) == len(searches)
+
+
+def test_table_of_the_denoiser_holds_the_runs() -> None:
+    head, *lines = rows("results.md", "### A denoiser as a prior")
+    runs = recorded("denoiser-prior.csv")
+    for run in runs:
+        weights = [f"{name}={float(run[name]):g}" for name in ("tv", "denoise") if float(run[name])]
+        (line,) = [line for line in lines if line[0] == f"`{run['defence']}`"]
+        assert line[head.index(", ".join(weights))] == f"{float(run['ssim']):.2f}"
+    assert 5 * len(lines) == len(runs)
