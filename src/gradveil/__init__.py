@@ -75,6 +75,8 @@ def audit(
     attacks: Sequence[str | Attack] | None = None,
     *,
     client_batch: int = 1,
+    local: Local | Mapping[str, Any] | None = None,
+    members: int = 1,
     tokenizer: Any = None,
     length: int | None = None,
     bounds: Literal["unit"] | tuple[float, float] | None = None,
@@ -92,8 +94,10 @@ def audit(
     `batch` is (inputs [N, C, H, W], targets [N] class numbers), as tensors or arrays, a dict of both (`pixel_values`
     and `labels`, say), a data set or a DataLoader (of which `target_clients=8` clients are read); every `client_batch`
     examples are one target client (the last are nobody's where a defence lets other clients speak before a round:
-    `adgp`). `loss` takes (outputs, targets), cross-entropy if none is given. Defences and attacks are texts as on the
-    command line (`"dp(clip=20, sigma=1e-3)"`, `"ig(iterations=500)"`) or objects. Without `attacks`, a search that
+    `adgp`). It sends one gradient, or trains first: `local=Local(lr=0.1, epochs=2, batch=8)`. With secure aggregation
+    the server sees the sum of `members` clients only. `loss` takes (outputs, targets), cross-entropy if none is given.
+    Defences and attacks are texts as on the command line (`"dp(clip=20, sigma=1e-3)"`, `"ig(iterations=500)"`) or
+    objects. Without `attacks`, a search that
     simulates every defence (of images `portfolio`, of texts `span-rank`) and the closed forms that apply are tried; no
     search is made of what a closed form breaks. A model
     of transformers that reads texts takes (strings, labels) with its `tokenizer`, or token numbers: a tensor, or a dict
@@ -134,6 +138,8 @@ def audit(
         as_html=result_html,
         draw_figure=draw_figure,
         client_batch=client_batch,
+        local=local,
+        members=members,
         tokenizer=tokenizer,
         length=length,
         bounds=bounds,

@@ -65,6 +65,14 @@ def test_the_package_offers_the_function_after_its_modules_were_imported() -> No
     assert [row["target_clients"] for row in result.summary()] == [2]
 
 
+def test_local_training_and_aggregation_groups_are_arguments() -> None:
+    local = gradveil.Local(lr=0.1, epochs=2, batch=1)
+    result = audited(batch=examples(8), client_batch=2, local=local, members=2, attacks=["ig(iterations=2)"])
+    (row,) = result.summary()
+    assert (row["target_clients"], row["images"]) == (2, 8)
+    assert result.trials[0].info["update"].startswith("the sum over 2 clients of local training (epochs=2")
+
+
 def test_a_model_and_a_batch_of_ones_own(tmp_path: Path) -> None:
     result = audited(defences=("none", "prune(0.9)"), out=tmp_path / "run")
     assert [row["defence"] for row in result.summary()] == ["none", "prune(0.9)"]
@@ -146,7 +154,7 @@ def test_a_result_has_its_verdict_table_and_pictures_in_a_notebook() -> None:
     assert html is not None
     assert html.count("<img") == 6  # two truths, and two reconstructions of each setting
     assert "prune(0.9)" in html
-    assert "<b>1 of 1 defence is not tested (prune(0.9)).</b>" in html
+    assert "<b>The only defence is not tested (prune(0.9)).</b>" in html
     assert audited(images=False)._repr_html_() is None, "nothing to render with"
 
 
@@ -279,6 +287,10 @@ def test_all_problems_are_raised_at_once() -> None:
         ({"colour": 2}, "colour: is not a setting"),
         ({"client_batch": 0}, "client_batch: is 0"),
         ({"client_batch": "2"}, "client_batch: is '2' -> give a whole number"),
+        ({"members": 0}, "members: is 0 -> give at least 1"),
+        ({"local": {"lr": -1.0, "steps": 1}}, "local.lr: is -1"),
+        ({"local": gradveil.Local(lr=0.1, steps=1, batch=2)}, "client_batch: has 1 examples but local.batch takes 2"),
+        ({"attacks": ["adaptve"]}, "did you mean 'adaptive'"),
         ({"seed": -1}, "^seed: is -1 -> give at least 0"),
         ({"precision": "half"}, "precision: is 'half' -> allowed: 'float32' or 'float64'"),
         ({"device": "tpu"}, "device: is 'tpu'"),

@@ -93,7 +93,7 @@ def test_without_the_truth_there_is_no_score_and_it_is_said(tmp_path: Path) -> N
     console = Console(width=160, color_system=None)
     with console.capture() as shown:
         console.print(result_table(run.trials), legend(run.trials, run.info["config"]))
-    assert "No score: the truth was not recorded" in shown.get()
+    assert "No score: the private examples were not recorded" in shown.get()
     assert "Recovered: SSIM" not in shown.get()
     assert load_run(tmp_path / "run").trials[0].records == trial.records
 
@@ -140,6 +140,7 @@ def test_records_that_do_not_go_together_are_refused_with_every_reason(tmp_path:
     record(simulated(), one)
     record(simulated(client={"batch": 3}, target_clients=1), one, number=2, run="other", defence="prune(0.5)")
     refused(r"(?s)updates of 2 trainings: '' \(none\) and 'other' \(prune\(0.5\)\).*1 and 3 examples", one)
+    refused(r"1 and 3 examples.* -> choose clients of one number: --set 'observed.clients=\[", one)
     assert len(open_experiment(watching(one, observed={"folder": str(one), "runs": ["other"]})).private) == 3
     UpdateRecorder(two, sends="difference", defence="prume").write(1, "a", {"w": torch.ones(2)}, {"w": torch.ones(2)})
     refused("(?s)client.batch: is in no record.*client.local: is not known.*recorded defence 'prume'", two)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ LOCAL = {"lr": 0.1, "steps": 2}
 # (changes of a good run, key that is named, words of the message, words of the remedy)
 BAD: list[tuple[dict[str, Any], str, str, str]] = [
     ({"target_client": 3}, "target_client", "is not a setting", "did you mean 'target_clients'?"),
+    ({"clients": 3}, "clients", "is a setting of gradveil train", "[cost]"),
     ({"zzz": 3}, "zzz", "is not a setting", "allowed here: name, data, model"),
     ({"target_clients": 0}, "target_clients", "is 0", "give at least 1"),
     ({"target_clients": "4"}, "target_clients", "is '4'", "give a whole number"),
@@ -141,6 +143,19 @@ def test_a_path_for_a_name_is_told_how_it_is_written(
     (tmp_path / "scans" / "train.parquet").touch()
     with pytest.raises(GradveilError, match=f"no data set is called '{name}' -> of your own: 'folder:{name}'; known: "):
         resolve(settings(data={"name": name}))
+
+
+@pytest.mark.parametrize("name", ["notes.csv", "texts:notes.csv", "notes.parquet", "hf:owner/name"])
+def test_a_file_of_ones_own_is_a_name_of_data(name: str) -> None:
+    assert resolve(settings(data={"name": name})).data.name == name
+
+
+@pytest.mark.parametrize("name", ["notes.csv", "net.py"])
+def test_data_or_a_model_in_place_of_a_run_file_is_told_where_it_belongs(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("text,label")
+    section = "[data] name" if name == "notes.csv" else '[model] name = "net:'
+    with pytest.raises(GradveilError, match=f"is no run file -> .*{re.escape(section)}"):
+        read(str(tmp_path / name))
 
 
 def test_columns_of_any_name_are_read_and_runs_without_them_stay_the_same_runs(tmp_path: Path) -> None:

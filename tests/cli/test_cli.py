@@ -28,7 +28,7 @@ def test_audit_writes_a_run_and_its_report(small: Path, capsys: pytest.CaptureFi
     assert audit() == 0
     out, err = capsys.readouterr()
     assert "prune(0.9)" in out
-    assert out.startswith("Verdict: 1 of 1 defence is not tested (prune(0.9)).")
+    assert out.startswith("Verdict: The only defence is not tested (prune(0.9)).")
     assert "runs/small/report.html" in out
     assert "2 trials of 2 target clients" in err
     assert "[2/2]" in err

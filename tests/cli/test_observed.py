@@ -42,7 +42,7 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_record_alone_is_enough(seen: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*UNNAMED, "--workers", "2"]) == 0  # a process for each target client reads the record by itself
     out = capsys.readouterr().out
-    assert "No score: the truth was not recorded" in out
+    assert "No score: the private examples were not recorded" in out
     assert "data.mean and data.std were not said" in out
     assert (seen / "runs/observed/report.html").is_file()
     whole = json.loads((seen / "runs/observed/run.json").read_text())

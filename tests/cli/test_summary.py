@@ -113,7 +113,7 @@ def test_summary_of_an_unfinished_run_prints_the_command_to_continue(
     capsys.readouterr()
     assert run(["summary", "runs/small"]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("Verdict: 1 of 1 defence is ")
+    assert out.startswith("Verdict: The only defence is ")
     again = "To go on:\n  gradveil audit small.toml --defence none --defence 'prune(0.9)'"
     assert err == f"1 of 2 trials is finished: 1 not done yet. {again}\n"
     shutil.rmtree(two)

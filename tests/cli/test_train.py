@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gradveil.audit.run_file import read_training
 from gradveil.cli.app import run
 from gradveil.federated.training_config import LocalConfig
 from gradveil.federated.update_records import read_recorded
@@ -22,11 +23,22 @@ model = { name = "lenet-zhu" }
 local = { batch = 8, lr = 0.01, epochs = 1, optimiser = "adam" }
 """
 
+STUDY = """
+name = "study"
+attacks = ["ig"]
+rounds = 3
+target_clients = 2
+defences = ["none", "topk(0.1)"]
+data = { name = "digits", size = 16 }
+model = { name = "lenet-zhu" }
+"""
+
 
 @pytest.fixture
 def little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a small run file, where the commands run."""
     (tmp_path / "little.toml").write_text(RUN)
+    (tmp_path / "study.toml").write_text(STUDY)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -75,15 +87,25 @@ def test_guarantee_is_shown_next_to_the_cost(little: Path, capsys: pytest.Captur
     assert 1 < private["epsilon"]["example"] < 10
 
 
+def test_the_run_file_of_an_audit_trains_as_its_cost_says(little: Path) -> None:
+    plan = "clients = 3\nimages = 90\nlocal = { batch = 8, lr = 0.01, epochs = 1 }\n"
+    (little / "study.toml").write_text(f"{STUDY}[cost]\n{plan}")
+    config = read_training("study.toml")
+    assert (config.rounds, config.clients, config.defences) == (20, 3, ["none", "topk(0.1)"])
+    assert config.local == LocalConfig(batch=8, lr=0.01, epochs=1)
+    assert read_training("study.toml", {"rounds": 2}).rounds == 2
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (["nowhere.toml"], "bundled runs: census, digits, reviews"),
         (["little.toml", "--defence", "topk(2)"], "keep is 2"),
         (["little.toml", "--set", "clients=500"], "clients"),
-        (["little.toml", "--set", "client=5"], "did you mean 'clients'?"),
+        (["little.toml", "--set", "client=5"], "client: is a setting of gradveil audit"),
+        (["study.toml"], "rounds: is missing"),
         (["little.toml", "--set", "local.batch=70"], "local.batch"),
-        (["little.toml", "--set", "attacks=[]"], "attacks: is not a setting"),
+        (["little.toml", "--set", "attacks=[]"], "attacks: is a setting of gradveil audit"),
         (
             ["little.toml", "--defence", "adgp(selection=vote)"],
             "participation: selects 3 of 3 clients per round, but 5 must send public messages",

@@ -41,10 +41,13 @@ def own_training(net):
 
 
 def test_ten_lines_protect_an_app(tmp_path):
-    client, server, mod, _ = blocks("how-to/protect-a-flower-app.md")
+    client, server, mod, _, simulated = blocks("how-to/protect-a-flower-app.md")
     (named,), (limited,) = blocks("how-to/flower-state-and-restarts.md"), blocks("how-to/flower-privacy-budget.md")
     lines = [line for block in (client, server) for line in block.splitlines() if line.strip()]
     assert len(lines) == 10
+    audited: dict = {}
+    exec(compile(simulated, "how-to/protect-a-flower-app.md", "exec"), audited)
+    assert audited["result"].trials[0].info["update"].startswith("local training")
 
     net = nn.Sequential(nn.Flatten(), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 3))
     images, labels = blobs(40, 3)
@@ -69,7 +72,7 @@ def test_ten_lines_protect_an_app(tmp_path):
 
 
 def test_an_app_is_recorded_as_the_page_says(tmp_path, monkeypatch):
-    *_, recorder = blocks("how-to/protect-a-flower-app.md")
+    *_, recorder, _ = blocks("how-to/protect-a-flower-app.md")
     monkeypatch.chdir(tmp_path)
     net = nn.Linear(3, 2)
     space: dict = {"app": ClientApp(), "your_own_training": own_training(net)}

@@ -44,6 +44,7 @@ from gradveil.audit.attack_selection import (
     aim,
     attacks_against,
     auto_budget,
+    make_own,
     nothing_to_try,
     stands_for_many,
     without_aim,
@@ -77,6 +78,7 @@ from gradveil.data.given_examples import Examples, tensors_of
 from gradveil.data.pixel_range import Bounds, pixel_statistics
 from gradveil.data.text_arguments import named_as, text_arguments
 from gradveil.defences import Defence, parse
+from gradveil.federated.training_api import local_settings
 from gradveil.federated.training_run import TRAINING_RUN
 from gradveil.federated.training_run import describe as describe_training
 from gradveil.federated.training_run import run as train
@@ -86,7 +88,14 @@ from gradveil.metrics import label_accuracy
 from gradveil.nn.module_paths import count_classes
 from gradveil.spaces import ImageSpace
 
-_ARGUMENTS = {"client[0].batch": "client_batch", "seeds[0]": "seed", "model.prepare": "prepare"}
+_ARGUMENTS = {
+    "client[0]": "client_batch",
+    "client[0].batch": "client_batch",
+    "client[0].members": "members",
+    "client[0].local": "local",
+    "seeds[0]": "seed",
+    "model.prepare": "prepare",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -191,6 +200,8 @@ def audit_model(
     as_html: Callable[[Result], str] | None = None,
     draw_figure: Callable[..., Any],
     client_batch: int = 1,
+    local: Local | Mapping[str, Any] | None = None,
+    members: int = 1,
     tokenizer: Any = None,
     length: int | None = None,
     bounds: Bounds = None,
@@ -208,8 +219,9 @@ def audit_model(
     if isinstance(examples, Dataset) and space is None and mean is None and std is None and bounds is None:
         mean, std = examples.mean, examples.std
     wanted = settings.get("target_clients", _TARGET_CLIENTS)
+    summed = max(members, 1) if isinstance(members, int) else 1
     countable = isinstance(client_batch, int) and isinstance(wanted, int)
-    most = client_batch * (wanted + _SPEAKERS) if countable else None
+    most = client_batch * summed * (wanted + _SPEAKERS) if countable else None
     problems = list(wrong_objects(model, loss))
     texts = None if problems else text_arguments(model, examples, public, tokenizer, length, most)
     if texts is not None:
@@ -248,7 +260,7 @@ def audit_model(
         "name": re.sub(r"[^A-Za-z0-9]+", "-", title_of_model).strip("-") or "model",
         "data": {"name": "batch", "size": None, "public": None, "gallery": None},
         "model": {"name": title_of_model, "prepare": prepare},
-        "client": [{"batch": client_batch}],
+        "client": [{"batch": client_batch, "members": members, "local": local_settings(local)}],
         "defences": list(against) or ["none"],
         "attacks": _labels(whole, tried) or ["none"],
         "seeds": [seed],
@@ -267,7 +279,9 @@ def audit_model(
     names = class_names(model, batch[0][:client_batch])
     data, known, facts = _datasets(names, batch, public, bounds, mean, std, space)
     raw["model"]["options"] = {"weights_and_batch": _fingerprint(model, *batch, *(public or ()))}
-    target_clients = settings.get("target_clients", max(len(data) // client_batch - others(against.values()), 1))
+    target_clients = settings.get(
+        "target_clients", max(len(data) // (client_batch * summed) - others(against.values()), 1)
+    )
     config = resolve({**raw, "target_clients": target_clients}, names=False)
     experiment = Experiment(config, data, known, _copies(model), against, tried, loss, facts, tuple(done))
     experiment = unobstructed(experiment)
@@ -348,7 +362,7 @@ def _attack(settings: Mapping[str, Any], text: str) -> Attack:
     """Read an attack; iterations or restarts of the wrong kind are told as settings."""
     tuning = (settings.get(name) for name in ("iterations", "restarts"))
     whole = with_defaults(text, *(value if isinstance(value, int) else None for value in tuning))
-    return make_attack(whole, own=True)
+    return make_own(whole)
 
 
 def _wrong_settings(raw: Mapping[str, Any], told: Collection[str]) -> Iterator[Problem]:
@@ -357,8 +371,18 @@ def _wrong_settings(raw: Mapping[str, Any], told: Collection[str]) -> Iterator[P
         config = resolve(raw, names=False)
         yield from device_problems(config.device, config.precision)
     except GradveilError as error:
-        found = (replace(p, where=_ARGUMENTS.get(p.where, p.where)) for p in error.problems)
+        found = (replace(p, where=_argument(p.where)) for p in error.problems)
         yield from (problem for problem in found if problem.where not in told)
+
+
+def _argument(where: str) -> str:
+    """Return what the caller named a setting.
+
+    >>> _argument("client[0].local.lr"), _argument("threshold")
+    ('local.lr', 'threshold')
+    """
+    inner = where.removeprefix("client[0].")
+    return _ARGUMENTS.get(where, inner if inner.startswith("local.") else where)
 
 
 def _copies(model: nn.Module) -> Callable[[int], nn.Module]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -25,7 +26,7 @@ from gradveil.attacks.learned import Learned
 from gradveil.attacks.protocol import Active, Attack
 from gradveil.audit.attackers.attacker_table import aimed_by
 from gradveil.audit.audit_config import AUTO, RunConfig
-from gradveil.core.errors import GradveilError, Problem
+from gradveil.core.errors import GradveilError, Problem, fail
 from gradveil.core.formatting import listing
 from gradveil.core.user_code import users
 from gradveil.data.registry import kind_of
@@ -240,6 +241,16 @@ def auto_budget(attacks: Iterable[str], iterations: int | None) -> str | None:
 def stands_for_many(text: str) -> bool:
     """Whether a text stands for attackers of each defence: `adaptive`, `malicious`."""
     return _word(text) in _AIMED
+
+
+def make_own(text: str) -> Attack:
+    """Read an attack, which may be custom code; an unknown one may be meant for `adaptive` or `malicious`."""
+    try:
+        return make_attack(text, own=True)
+    except GradveilError:
+        if near := get_close_matches(_word(text), _AIMED, n=1, cutoff=0.8):
+            raise fail("attack", f"unknown attack '{text}'", f"did you mean '{near[0]}'?") from None
+        raise
 
 
 def _word(text: str) -> str:

@@ -66,9 +66,9 @@ class Gap:
 class Findings:
     """Verdicts and gaps of a run, in its order."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...] = field(repr=False)
     """Every trial, those that failed too."""
-    costs: Costs = field(default_factory=dict[str, DefenceCost])
+    costs: Costs = field(default_factory=dict[str, DefenceCost], repr=False)
     """What each defence costs in a training, by its canonical text; empty where nothing was trained."""
     command: str = ""
     """The command that made the run."""
@@ -251,18 +251,19 @@ def _counted(defended: Sequence[tuple[str, Level, bool]], several: bool) -> str:
     >>> _counted([("dgp", "broken", False), ("prune(0.9)", "broken", False), ("dp", "leaks", False)], several=False)
     '2 of 3 defences are broken (dgp and prune(0.9)); 1 leaks (dp).'
     >>> _counted([("dgp", "not broken", True)], several=False)
-    '1 of 1 defence is not broken within the budget (dgp).'
+    'The only defence is not broken within the budget (dgp).'
     """
     what = "defended setting" if several else "defence"
     told = list[str]()
     for level, limited in product(_VERBS, (False, True)):
         names = [name for name, *own in defended if own == [level, limited]]
         if names:
-            of = f" of {plural(len(defended), what)}" if not told else ""
+            count = "" if told else f" of {plural(len(defended), what)}"
+            count = f"{len(names)}{count}" if len(defended) > 1 else f"The only {what}"
             unique = list(dict.fromkeys(names))
             named = f" ({listing(unique)})" if len(unique) <= _NAMED else ""
             within = " within the budget" if limited else ""
-            told.append(f"{len(names)}{of} {_VERBS[level][len(names) > 1]}{within}{named}")
+            told.append(f"{count} {_VERBS[level][len(names) > 1]}{within}{named}")
     return "; ".join(told) + "."
 
 

@@ -15,13 +15,13 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from gradveil.attacks.attack_catalogue import ALL_ATTACKS, make_attack, own_attack
-from gradveil.audit.attack_selection import Aim, aim, canonical, stands_for_many, without_aim
-from gradveil.audit.audit_config import RunConfig
+from gradveil.attacks.attack_catalogue import ALL_ATTACKS, own_attack
+from gradveil.audit.attack_selection import Aim, aim, canonical, make_own, stands_for_many, without_aim
+from gradveil.audit.audit_config import ClientConfig, CostPlan, RunConfig, TrainPlan
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.formatting import listing, suggestion
 from gradveil.data import DATASETS
-from gradveil.data.tables import is_table
+from gradveil.data.registry import FORMS, is_known
 from gradveil.defences import parse
 from gradveil.defences.paper_presets import spelled_out
 from gradveil.federated.training_config import UNSEEN, TrainConfig
@@ -43,13 +43,24 @@ def translate(error: ValidationError, raw: Mapping[str, Any], kind: type[BaseMod
             allowed = list(_section(kind, entry["loc"][:-1]).model_fields)
             near = get_close_matches(str(location[-1]), allowed, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"allowed here: {', '.join(allowed)}"
-            yield Problem(where, "is not a setting", hint)
+            what, remedy = _of_the_other(kind, where) or ("is not a setting", hint)
+            yield Problem(where, what, remedy)
         elif fault == "value_error":
             yield Problem(where or "run", str(context["error"]), "change one of the two")
         else:
             what = "is empty" if fault in ("too_short", "string_too_short") else f"is {_shown(entry['input'])}"
             why = _REASONS.get(where, "") if fault == "greater_than_equal" else ""
             yield Problem(where, what, _wanted(fault, context, entry["msg"]) + why)
+
+
+def _of_the_other(kind: type[BaseModel], key: str) -> tuple[str, str] | None:
+    """Tell a setting of trainings in the run file of an audit, and the other way round."""
+    if kind is RunConfig and key in TrainConfig.model_fields:
+        attacked = "[client], for the clients that are attacked, or " if key in ClientConfig.model_fields else ""
+        return "is a setting of gradveil train", f"put it below {attacked}[cost], which trains for the accuracy"
+    if kind is TrainConfig and key in RunConfig.model_fields:
+        return "is a setting of gradveil audit", "leave it out"
+    return None
 
 
 def _section(kind: type[BaseModel], location: Sequence[str | int]) -> type[BaseModel]:
@@ -77,7 +88,7 @@ _EXAMPLES = {
     "client.local.lr": "give the step size: lr = 0.1",
     "train.local.lr": "give the step size: lr = 0.1",
     "local.lr": "give the step size: lr = 0.1",
-    "rounds": "say how many: rounds = 20",
+    "rounds": "say how many: --rounds 20, or in the file: rounds = 20 of a training, [cost] rounds = 20 of an audit",
 }
 
 
@@ -159,8 +170,20 @@ def read(
 
 
 def read_training(run: str, overrides: Mapping[str, Any] | None = None, settings: Sequence[str] = ()) -> TrainConfig:
-    """Read the run file of a training; as `read` does."""
-    return _assemble(TrainConfig, _with(_raw(run, TrainConfig), overrides), settings)
+    """Read the run file of a training, or that of an audit with its table `cost` or `train`; as `read` does."""
+    return _assemble(TrainConfig, _with(_trained_in(_raw(run, TrainConfig)), overrides), settings)
+
+
+def _trained_in(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return what a training takes from an audit's run file: its data, model and defences, and how `cost` trains."""
+    audited = RunConfig.model_fields.keys() - TrainConfig.model_fields.keys()
+    if not raw.keys() & audited:
+        return raw
+    plan = next((raw[key] for key in ("train", "cost") if isinstance(raw.get(key), dict)), None)
+    rounds = {} if plan is None else {"rounds": CostPlan.model_fields["rounds"].default, **plan}
+    shared = {key: value for key, value in raw.items() if key not in audited | {"rounds"}}
+    only_audits = TrainPlan.model_fields.keys() - TrainConfig.model_fields.keys()
+    return shared | {key: value for key, value in rounds.items() if key not in only_audits}
 
 
 def _raw(run: str, kind: type[RunConfig] | type[TrainConfig]) -> dict[str, Any]:
@@ -289,9 +312,21 @@ def _takes(attack: str, key: str) -> bool:
     return entry is not None and any(argument.name == key for argument in entry.arguments)
 
 
+_TABLE = 'name it in a run file (TOML): [data] name = "{name}"; texts with labels: name = "texts:{name}"'
+_NOT_RUNS = {
+    ".csv": _TABLE,
+    ".parquet": _TABLE,
+    ".py": 'name its model in a run file (TOML): [model] name = "{module}:NAME", a class or a function that makes it; '
+    "or on the command line: gradveil audit faces --set model.name={module}:NAME",
+}
+"""What to do with a file that holds data or a model, by its suffix."""
+
+
 def _find(run: str, kind: type[RunConfig] | type[TrainConfig]) -> tuple[str, str]:
     path = Path(run)
     if path.is_file():
+        if path.suffix in _NOT_RUNS:
+            raise fail(run, "is no run file", _NOT_RUNS[path.suffix].format(name=run, module=path.stem))
         try:
             return run, path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -336,7 +371,7 @@ def _set(raw: dict[str, Any], setting: str) -> None:
 def _unknown_names(raw: Mapping[str, Any]) -> Iterator[Problem]:
     """Check names against their tables, entry by entry, whatever else is wrong with the file."""
     tuning = (_count(raw, "iterations"), _count(raw, "restarts"))
-    for key, build in (("attacks", partial(make_attack, own=True)), ("defences", partial(parse, own=True))):
+    for key, build in (("attacks", make_own), ("defences", partial(parse, own=True))):
         given = raw.get(key)
         entries = given if isinstance(given, list) else []
         seen: dict[tuple[str, str | None], int] = {}
@@ -422,16 +457,8 @@ def _unknown_data(name: str | None, observed: bool) -> Iterator[Problem]:
         yield Problem(
             "data.name", f"'{UNSEEN}' are no data: recorded updates only are attacked without any", "name some"
         )
-    forms = ("hf", "parquet", "folder")
-    if (
-        name
-        and name not in (*DATASETS, UNSEEN)
-        and not is_table(name)
-        and not (name.partition(":")[0] in forms and name.partition(":")[2])
-    ):
+    if name and name != UNSEEN and not is_known(name):
         near = get_close_matches(name, DATASETS, n=1)
-        form = "parquet" if name.endswith(".parquet") else "folder"
         hint = f"did you mean '{near[0]}'? " if near else ""
-        hint = f"of your own: '{form}:{name}'; " if Path(name).exists() else hint
-        remedy = f"{hint}known: {', '.join(DATASETS)}, hf:owner/name, parquet:PATH, folder:PATH"
-        yield Problem("data.name", f"no data set is called '{name}'", remedy)
+        hint = f"of your own: 'folder:{name}'; " if Path(name).exists() else hint
+        yield Problem("data.name", f"no data set is called '{name}'", f"{hint}known: {', '.join((*DATASETS, *FORMS))}")

@@ -30,6 +30,7 @@ USER_ERROR = 2
 app = typer.Typer(
     name="gradveil",
     no_args_is_help=True,
+    suggest_commands=not hasattr(click.exceptions, "NoSuchCommand"),  # click 8.4 suggests them itself
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -55,7 +55,7 @@ def check_gate(config: RunConfig, data_dir: Path | None, fail_above: float | Non
     """Reject --accept without a gate, and a gate on updates without ground truth."""
     check_accepted(fail_above, accept)
     if config.observed is not None and fail_above is not None and not open_observed(config, data_dir).scored:
-        raise fail("--fail-above", f"has nothing to compare: {NO_SCORE}", "record the truth, or leave it out")
+        raise fail("--fail-above", f"has nothing to compare: {NO_SCORE}", "do one of the two, or leave it out")
 
 
 def warn_of_code(trials: Sequence[Trial], config: RunConfig, training: Path | None) -> None:

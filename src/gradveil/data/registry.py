@@ -123,7 +123,8 @@ DATASETS: dict[str, DatasetEntry] = {
 path of a table: `PATH.csv` or `PATH.parquet`, or of texts: `texts:PATH.csv`."""
 
 _SAME = {"hf:ylecun/mnist": "mnist", "hf:uoft-cs/cifar10": "cifar10", "hf:uoft-cs/cifar100": "cifar100"}
-_FORMS = ("hf:owner/name", "parquet:PATH", "folder:PATH", "PATH.csv", "texts:PATH.csv")
+FORMS = ("hf:owner/name", "parquet:PATH", "folder:PATH", "PATH.csv", "PATH.parquet", "texts:PATH.csv")
+"""Names of data of your own, which `load` and run files take besides those of the table."""
 
 
 def located(name: str, data_dir: Path | str | None = None) -> Path:
@@ -143,6 +144,16 @@ def kind_of(name: str) -> str:
     if texts.is_texts(name):
         return "texts"
     return "rows" if tables.is_table(name) else DATASETS[name].kind if name in DATASETS else "images"
+
+
+def is_known(name: str) -> bool:
+    """Report whether a name is in the table, or has one of the forms of a path.
+
+    >>> [name for name in ("face", "notes.csv", "texts:notes.csv", "folder:scans", "folder:") if is_known(name)]
+    ['notes.csv', 'texts:notes.csv', 'folder:scans']
+    """
+    form, _, rest = name.partition(":")
+    return name in DATASETS or tables.is_table(name) or (form in ("hf", "parquet", "folder", "texts") and bool(rest))
 
 
 def load(
@@ -332,13 +343,7 @@ def _check(
     limit_private: int | None,
 ) -> None:
     problems: list[Problem] = []
-    form, separator, rest = name.partition(":")
-    if (
-        name not in DATASETS
-        and not tables.is_table(name)
-        and not texts.is_texts(name)
-        and not (separator and form in ("hf", "parquet", "folder") and rest)
-    ):
+    if not is_known(name):
         problems.append(_unknown(name))
     if size is not None and size < 1:
         problems.append(Problem("size", f"is {size}", "give a side of at least 1 pixel, or none for the images' own"))
@@ -363,7 +368,7 @@ def _is_pair(value: object) -> bool:
 
 
 def _unknown(name: str) -> Problem:
-    known = ", ".join((*DATASETS, *_FORMS))
+    known = ", ".join((*DATASETS, *FORMS))
     close = difflib.get_close_matches(name.lower(), DATASETS, n=1)
     suggestion = f"did you mean {close[0]!r}? " if close else ""
     return Problem("data", f"no data set is called {name!r}", f"{suggestion}known: {known}")

@@ -11,6 +11,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -299,7 +300,11 @@ def _halves(name: str, data_dir: Path | None, label: str | None) -> Halves:
     if is_table(name):
         path = next((p for p in (Path(name), (data_dir or Path()) / name) if p.is_file()), None)
         if path is None:
-            raise fail(f"data {name!r}", "is no file here or in the data folder", "correct the path")
+            tables = [each.name for each in Path(name).parent.glob("*") if is_table(each.name)]
+            near = get_close_matches(Path(name).name, tables, n=1)
+            hint = f"did you mean {str(Path(name).parent / near[0])!r}? " if near else ""
+            remedy = f"{hint}paths start at the folder of the command, {Path.cwd()}, or at --data-dir"
+            raise fail(f"data {name!r}", "is no file here or in the data folder", remedy)
         values = read_values(path)
         return shared_out(values, label_of(values, name, label))
     homes = (data_dir or Path()) / "tables", data_dir or Path()

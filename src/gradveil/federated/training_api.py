@@ -177,7 +177,7 @@ def train_model(
             "model": {"name": kind, "options": {"weights_and_data": _fingerprint(model, splits)}},
             "rounds": rounds,
             "clients": clients,
-            "local": _local(local),
+            "local": local_settings(local),
             "defences": list(against),
             "seeds": [seed],
             **settings,
@@ -251,7 +251,7 @@ def _splits(
     return Splits(wrapped("data", parts[0]), wrapped("test", parts[1]))
 
 
-def _local(local: Local | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def local_settings(local: Local | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Convert local training to the settings of a run file."""
     if not isinstance(local, Local):
         return local

@@ -105,7 +105,10 @@ def _off(client: Client, params: Tensors, raw: Batch) -> Tensors:
     return {name: n.off().expand(len(raw.targets), *n.shape) for name, n in spec.items()}
 
 
-NO_SCORE = "no score: the truth was not recorded, so nobody here can tell how near the reconstructions are"
+NO_SCORE = (
+    "no score: the private examples were not recorded, so no rate can be measured; to get one, record them too "
+    "(record(..., truth=...) in Flower, --record-truth of gradveil train), or audit the model without --observed"
+)
 """What is said where a rate would stand."""
 _APART = 0.25
 """Shares (of zeros, of different values) that are farther apart than this do not come from the same client."""

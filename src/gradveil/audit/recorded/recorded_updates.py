@@ -122,13 +122,14 @@ def settled(config: RunConfig, data_dir: Path | None = None) -> RunConfig:
         named = listing(f"'{run}' ({defence or 'defence unknown'})" for run, defence in runs)
         problems.append(Problem("observed", f"holds updates of {len(runs)} trainings: {named}", _CHOOSE))
     client: dict[str, Any] = config.client[0].model_dump(mode="json")
+    wrong: list[Problem] = []
     if "batch" not in said:
         client["batch"], wrong = _examples(records, config.client[0].members)
         problems += wrong
     if "local" not in said:
         local = records[0].facts.local
         client["local"] = None if local is None else local.model_dump(mode="json")
-        if local and local.batch and local.batch > client["batch"]:
+        if not wrong and local and local.batch and local.batch > client["batch"]:
             what = f"is {client['batch']}, and the recorded clients take {plural(local.batch, 'example')} a step"
             remedy = "leave it out (--set client.batch=): the records say it; or say client.local, too"
             problems.append(Problem("client.batch", what, remedy))
@@ -155,7 +156,10 @@ def _examples(records: Sequence[Recorded], members: int) -> tuple[int, list[Prob
         return 1, [Problem("client.batch", "is in no record: nobody said how many examples were used", remedy)]
     if len(counts) > 1:
         what = f"differs from record to record ({listing(map(str, counts))} examples), and an attack needs one number"
-        return 1, [Problem("client.batch", what, f"{_CHOOSE}; or give the number that attackers believe in")]
+        alike = [[each.facts.client for each in records if each.facts.examples == count] for count in counts]
+        most = ", ".join(f'"{client}"' for client in dict.fromkeys(max(alike, key=len)))
+        remedy = f"choose clients of one number: --set 'observed.clients=[{most}]'; or assume it: --set client.batch="
+        return 1, [Problem("client.batch", what, f"{remedy}{counts[-1]}")]
     if counts[0] % members:
         return 1, [Problem("client.members", f"do not divide {counts[0]} recorded examples", "change them")]
     return counts[0] // members, []

@@ -184,7 +184,11 @@ def _misfit(name: str, takes: set[str], facts: Mapping[str, Any]) -> list[Proble
     """Refuse a model that needs other facts of an example than there are: one of images for rows."""
     if missing := sorted(takes - set(facts)):
         what = f"'{name}' is built from {', '.join(missing)}, and the data have {', '.join(facts)}"
-        return [Problem("model.name", what, "choose a model for this kind of data: gradveil list models")]
+        remedy = (
+            "choose a model for this kind of data: gradveil list models; "
+            "or build it with example=data.public.space.model_facts()"
+        )
+        return [Problem("model.name", what, remedy)]
     return []
 
 

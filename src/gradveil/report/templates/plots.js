@@ -57,7 +57,7 @@ const CHARTS = (() => {
   const shares = (measure, lowest) => axis(lowest, 1, {
     ticks: [0, 0.25, 0.5, 0.75, 1],
     name: (tick) => (measure !== "score" ? `${tick * 100}%` : String(tick)),
-    title: { asr: "images recovered", identifiable: "images identifiable", score: "mean score" }[measure],
+    title: { asr: "recovered", identifiable: "identifiable", score: "mean score" }[measure],
   });
 
   // The path through these points.
