@@ -154,7 +154,7 @@ def test_train_at_once_resumed_gives_the_same_bits(text: str, kind: str):
 
 def test_compute_divides_seconds_within_a_group(monkeypatch):
     ticks = iter(range(0, 1000, 10))
-    monkeypatch.setattr(parallel_clients.time, "process_time", lambda: next(ticks))
+    monkeypatch.setattr(parallel_clients, "working_time", lambda device: next(ticks))
     at_once = experiment(local=LOCALS["sgd"])
     tasks = {i: at_once.task(at_once.start(), i, 1, at_once.client) for i in range(5)}
     result = list(parallel_clients.compute(at_once.client, at_once.client.params(), tasks, True))

@@ -43,8 +43,10 @@ def translate(error: ValidationError, raw: Mapping[str, Any], kind: type[BaseMod
             allowed = list(_section(kind, entry["loc"][:-1]).model_fields)
             near = get_close_matches(str(location[-1]), allowed, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"allowed here: {', '.join(allowed)}"
-            what, remedy = _of_the_other(kind, where) or ("is not a setting", hint)
-            yield Problem(where, what, remedy)
+            if other := _of_the_other(kind, where):
+                yield Problem(where, other[0], f"{other[1]}; {hint}" if near else other[1])
+            else:
+                yield Problem(where, "is not a setting", hint)
         elif fault == "value_error":
             yield Problem(where or "run", str(context["error"]), "change one of the two")
         else:

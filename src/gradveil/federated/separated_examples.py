@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gradveil.attacks.closed_form.independent_images import differences, independent, spanned, whitening
 from gradveil.core.noise import Key
+from gradveil.core.streams import Stream
 from gradveil.nn.module_paths import call_on, caught_inputs, evaluating, first_layer
 
 MOST = 64
@@ -46,7 +47,7 @@ def combined(rows: Tensor, examples: int, shape: tuple[int, ...]) -> Tensor:
     few = _ROWS * examples
     if separable(rows, examples, shape) or len(rows) <= few or few * rows.numel() > _COST:
         return rows
-    draw = torch.randn(few, len(rows), generator=Key(0, ("separated", "rows")).generator())
+    draw = torch.randn(few, len(rows), generator=Key(0).child(Stream.PROBE, 1).generator())
     return draw.to(rows) @ rows
 
 
@@ -85,7 +86,7 @@ def _shown(truth: Tensor, rows: Tensor, shape: tuple[int, ...]) -> frozenset[int
     features = differences(span, shape)
     features = features[..., :: -(-features.shape[-1] // _FEATURES)]
     turn = whitening(features)
-    start = torch.randn(1, len(truth), len(truth), generator=Key(0, ("separated",)).generator()).to(span)
+    start = torch.randn(1, len(truth), len(truth), generator=Key(0).child(Stream.PROBE, 0).generator()).to(span)
     components = (independent(turn @ features, start) @ turn @ span)[0]
     alike = _standardised(truth) @ _standardised(components).T
     return frozenset((1 - alike.square().amax(1) < _LIKE).nonzero().flatten().tolist())
