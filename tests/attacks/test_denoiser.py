@@ -64,3 +64,11 @@ def test_a_denoiser_needs_public_images() -> None:
     few, enough = (Prospect(Client(net), (1, 16, 16), 1, 3, public) for public in (8, 64))
     assert [problem.where for problem in attack.problems(few)] == ["denoise"]
     assert list(attack.problems(enough)) == []
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing_but_the_training(
+    images: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(denoiser, "train_denoiser", lambda given, key: train_denoiser(given, key, lessons=1))
+    (tmp_path / "file").write_text("no folder")
+    assert kept_denoiser(images[:70], tmp_path / "file" / "cache").layers

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -74,7 +75,7 @@ def train_denoiser(images: Tensor, key: Key, lessons: int = _LESSONS) -> Denoise
 def kept_denoiser(images: Tensor, folder: Path | None = None) -> Denoiser:
     """Return the denoiser of these images [M, C, H, W] in [0, 1]: the one that is kept, or a new one, which then is.
 
-    A file that is damaged is made again.
+    A file that is damaged is made again. Where the folder cannot be written, nothing is kept.
     """
     folder = folder or cache_folder()
     pixels = images[:ENOUGH].detach().float().cpu().contiguous()
@@ -86,8 +87,9 @@ def kept_denoiser(images: Tensor, folder: Path | None = None) -> Denoiser:
         net.load_state_dict(unseal(file.read_bytes(), str(file), "remove it")[0])
     except (OSError, GradveilError, RuntimeError):
         net = train_denoiser(pixels, Key(0, (Stream.NETWORK,)))
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_private(file, seal({n: value.contiguous() for n, value in net.state_dict().items()}))
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_private(file, seal({n: value.contiguous() for n, value in net.state_dict().items()}))
     return net.requires_grad_(requires_grad=False).to(images.device)
 
 
