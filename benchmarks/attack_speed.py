@@ -1,13 +1,15 @@
 """How fast the attack loop is, against the loops that people use: target-iterations a second, interleaved in one run.
 
     python benchmarks/attack_speed.py [--peer FOLDER/bin/python] [--models lenet-zhu ...] [--output FILE]
+    python benchmarks/attack_speed.py --device cuda --output FILE
 
 Compared are a plain loop over one target client (`loops.plain_loop`), the published `breaching` package if `--peer`
 names the Python of an environment that has it (`sh benchmarks/peer_environment.sh FOLDER`), and Gradveil's `Inversion`.
 Every contender is a process that waits while another works. A ratio is taken within one round and the median over the
 rounds is reported with its quartiles. Per core: one thread each, processor seconds, which other programs on the machine
 disturb less. Whole machine: one Gradveil process a core with one thread each, wall seconds, against the plain loop as
-it ships (one process) with one thread or with all, whichever is faster in that round.
+it ships (one process) with one thread or with all, whichever is faster in that round. On a GPU every contender is one
+process that has it to itself, and seconds are wall seconds.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ FORWARDS = 7
 class Loop:
     """One contender: a process that waits for work."""
 
-    def __init__(self, kind: str, model: str, threads: int, python: str = sys.executable) -> None:
+    def __init__(self, kind: str, model: str, threads: int, python: str = sys.executable, device: str = "cpu") -> None:
         """Start it."""
-        command = [python, str(HERE / "loops.py"), kind, model, str(threads)]
+        command = [python, str(HERE / "loops.py"), kind, model, str(threads), device]
         environment = {**os.environ, "HYDRA_FULL_ERROR": "1"}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
@@ -76,10 +78,16 @@ class Loop:
 
 
 @contextmanager
-def contenders(model: str, peer: str | None, *, one_thread: bool) -> Iterator[dict[str, Loop]]:
+def contenders(model: str, peer: str | None, device: str, *, one_thread: bool) -> Iterator[dict[str, Loop]]:
     """Start every process for one model."""
     threads = os.cpu_count() or 1
     with ExitStack() as stack:
+        if device != "cpu":
+            loops = {kind: Loop(kind, model, 1, device=device) for kind in ("plain", "gradveil")}
+            for loop in loops.values():
+                stack.callback(loop.stop)
+            yield loops
+            return
         loops = {"plain": Loop("plain", model, 1)}
         if not one_thread:
             loops["plain, all threads"] = Loop("plain", model, threads)
@@ -129,8 +137,9 @@ def measure(
                 whole[name] = speed[name]
             if not name.endswith("all threads"):
                 alone[name] = busy
-        iterations = max(4, round(seconds * speed[name] / counts[-1]))
-        whole[f"gradveil, {counts[-1]} target clients, a process a core"] = together(ours, counts[-1], iterations)
+        if len(ours) > 1:
+            iterations = max(4, round(seconds * speed[name] / counts[-1]))
+            whole[f"gradveil, {counts[-1]} target clients, a process a core"] = together(ours, counts[-1], iterations)
         core.append(alone)
         machine.append(whole)
     return core, machine
@@ -142,28 +151,33 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": round(median(values), 3), "q25": round(low, 3), "q75": round(high, 3)}
 
 
-def gemm_rate(size: int = 1024, repeats: int = 30) -> float:
-    """Measure the rate of large matrix products with one thread, in FLOP/s."""
-    a = torch.ones(size, size)
+def gemm_rate(device: str, size: int = 1024, repeats: int = 30) -> float:
+    """Measure the rate of large matrix products with one thread, or of a GPU, in FLOP/s."""
+    if device != "cpu":
+        size = 8192
+    a = torch.rand(size, size, device=device)
     times = []
     for _ in range(repeats):
-        began = time.process_time()
+        clock = time.process_time if device == "cpu" else time.perf_counter
+        began = clock()
         torch.mm(a, a)
-        times.append(time.process_time() - began)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        times.append(clock() - began)
     return 2 * size**3 / min(times)
 
 
-def agreement(model: str, iterations: int = 50) -> float:
+def agreement(model: str, device: str, iterations: int = 50) -> float:
     """Largest relative difference between Gradveil's and the plain loop's objective after 50 iterations in float64."""
     from gradveil.core.noise import Key
 
-    network = model_of(model).double()
-    images, labels = truth_of(3, torch.float64)
+    network = model_of(model).double().to(device)
+    images, labels = (values.to(device) for values in truth_of(3, torch.float64))
     found = gradveil_attack(network, images, labels)(iterations).objective
     errors = []
     for target_client, (image, label) in enumerate(zip(images, labels, strict=True)):
         generator = Key(0).child(target_client, 0, "inputs").generator()
-        start = torch.rand(image.shape, generator=generator, dtype=torch.float64)
+        start = torch.rand(image.shape, generator=generator, dtype=torch.float64).to(device)
         value = plain_loop(network, image, label, start, iterations)[-1]
         errors.append(abs(float(found[target_client]) / value - 1))
     return max(errors)
@@ -183,17 +197,20 @@ def compare(rounds: list[dict[str, float]], flop: float, gemm: float) -> dict[st
     return rows
 
 
-def report(model: str, core: list[dict[str, float]], machine: list[dict[str, float]], gemm: float) -> dict:
-    """Print and return the comparison, and whether it meets the targets."""
+def report(model: str, core: list[dict[str, float]], machine: list[dict[str, float]], gemm: float, device: str) -> dict:
+    """Print and return the comparison, and whether it meets the targets; those are for the CPU."""
+    place = "one core" if device == "cpu" else "one GPU"
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model_of(model)(truth_of(1)[0][0])
     flop = FORWARDS * counter.get_total_flops()
-    print(f"\n{model}: {flop / 1e6:.1f} MFLOP an iteration, at most {gemm / flop:,.0f} iterations/s on one core")
-    print(f"  {'one core':42} {'it/s':>9} {'of GEMM':>8} {'x plain':>8}  quartiles")
+    print(f"\n{model}: {flop / 1e6:.1f} MFLOP an iteration, at most {gemm / flop:,.0f} iterations/s on {place}")
+    print(f"  {place:42} {'it/s':>9} {'of GEMM':>8} {'x plain':>8}  quartiles")
     rows = compare(core, flop, gemm)
+    ratios = [row["ratio"]["median"] for name, row in rows.items() if name.startswith("gradveil")]
+    if device != "cpu":
+        return {"flop_an_iteration": flop, "one_gpu": rows, "verdicts": {"never slower": min(ratios) >= 1}}
     print(f"  {'whole machine':42}")
     whole = compare(machine, flop, gemm * (os.cpu_count() or 1))
-    ratios = [row["ratio"]["median"] for name, row in rows.items() if name.startswith("gradveil")]
     per_core, on_machine = TARGETS[model]
     verdicts = {f"at least {per_core}x per core": max(ratios) >= per_core, "never slower": min(ratios) >= 1}
     if on_machine:
@@ -215,16 +232,18 @@ def main() -> None:
     parser.add_argument(
         "--one-thread", action="store_true", help="leave out the peers with all threads (busy machines)"
     )
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--output", type=Path, help="a JSON file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    gemm = gemm_rate()
+    gemm = gemm_rate(options.device)
+    gpu = f", {torch.cuda.get_device_name()}" if options.device != "cpu" else ""
     facts = {
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores{gpu}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "gemm_gflops_one_thread": round(gemm / 1e9, 1),
+        "gemm_gflops_one_thread" if options.device == "cpu" else "gemm_gflops": round(gemm / 1e9, 1),
         "rounds": options.rounds,
     }
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
@@ -232,10 +251,10 @@ def main() -> None:
     for model in options.models:
         small = TARGETS[model][1] is not None
         counts = options.target_clients or ([1, 2, 4, 8, 32, 128] if small else [1, 2, 4, 8])
-        error = agreement(model)
-        with contenders(model, options.peer, one_thread=options.one_thread) as loops:
+        error = agreement(model, options.device)
+        with contenders(model, options.peer, options.device, one_thread=options.one_thread) as loops:
             core, machine = measure(loops, counts, options.rounds, options.seconds)
-        result = report(model, core, machine, gemm) | {"relative_difference_after_50_float64": error}
+        result = report(model, core, machine, gemm, options.device) | {"relative_difference_after_50_float64": error}
         result["verdicts"]["agrees within 1e-6"] = error <= 1e-6
         for said, holds in result["verdicts"].items():
             print(f"  {'yes' if holds else 'NO '} {said}")

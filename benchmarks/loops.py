@@ -1,8 +1,9 @@
 """The loops that the speed benchmark compares, each as a process of its own that waits for work.
 
-Started by `attack_speed.py`: `python loops.py KIND MODEL THREADS`. Reads lines `target_clients iterations`, writes the
-wall and processor seconds that these took. `breaching` runs in an environment of its own (`peer_environment.sh`), which
-needs nothing but torch and that package: Gradveil's models are imported there without the rest of Gradveil.
+Started by `attack_speed.py`: `python loops.py KIND MODEL THREADS [DEVICE]`. Reads lines `target_clients iterations`,
+writes the wall and processor seconds that these took; on a GPU the wall seconds twice. `breaching` runs in an
+environment of its own (`peer_environment.sh`), which needs nothing but torch and that package: Gradveil's models are
+imported there without the rest of Gradveil.
 """
 
 from __future__ import annotations
@@ -73,14 +74,14 @@ def plain_loop(model: nn.Module, image: Tensor, label: Tensor, x: Tensor, iterat
     return values
 
 
-def plain(name: str) -> Work:
+def plain(name: str, device: str) -> Work:
     """One target client after the other."""
-    model = model_of(name)
+    model = model_of(name).to(device)
 
     def work(target_clients: int, iterations: int) -> None:
-        images, labels = truth_of(target_clients)
+        images, labels = (values.to(device) for values in truth_of(target_clients))
         for image, label in zip(images, labels, strict=True):
-            plain_loop(model, image, label, torch.rand(1, *SHAPE), iterations)
+            plain_loop(model, image, label, torch.rand(1, *SHAPE, device=device), iterations)
 
     return work
 
@@ -117,7 +118,7 @@ def gradveil_attack(model: nn.Module, images: Tensor, labels: Tensor) -> Callabl
     return attack
 
 
-def gradveil(name: str) -> Work:
+def gradveil(name: str, device: str) -> Work:
     """All target clients at once, as many in a batch as the attack chooses.
 
     It chooses once for thousands of iterations, so that is done before the clock runs. As the command line and its
@@ -126,12 +127,12 @@ def gradveil(name: str) -> Work:
     from gradveil.core.freed_memory import keep_freed_memory
 
     keep_freed_memory()
-    model = model_of(name)
+    model = model_of(name).to(device)
     ready: dict[int, tuple[Callable[..., Any], tuple[int, ...]]] = {}
 
     def work(target_clients: int, iterations: int) -> None:
         if target_clients not in ready:
-            attack = gradveil_attack(model, *truth_of(target_clients))
+            attack = gradveil_attack(model, *(values.to(device) for values in truth_of(target_clients)))
             ready[target_clients] = attack, attack(1).plan
         attack, plan = ready[target_clients]
         attack(iterations, plan)
@@ -156,8 +157,10 @@ def peer_package() -> Any:
     return peer
 
 
-def breaching(name: str) -> Work:
+def breaching(name: str, device: str) -> Work:
     """One target client after the other by the published package, with its own "inverting gradients" settings."""
+    if device != "cpu":
+        raise SystemExit("breaching is compared on the CPU alone")
     peer = peer_package()
     model = model_of(name)
     loss = nn.CrossEntropyLoss()
@@ -177,20 +180,23 @@ def breaching(name: str) -> Work:
     return work
 
 
-KINDS: dict[str, Callable[[str], Work]] = {"plain": plain, "gradveil": gradveil, "breaching": breaching}
+KINDS: dict[str, Callable[[str, str], Work]] = {"plain": plain, "gradveil": gradveil, "breaching": breaching}
 
 
-def serve(kind: str, model: str, threads: int) -> None:
+def serve(kind: str, model: str, threads: int, device: str = "cpu") -> None:
     """Answer `target_clients iterations` with the wall and processor seconds they took, until the input ends."""
     torch.set_num_threads(threads)
     answers, sys.stdout = sys.stdout, sys.stderr
-    work = KINDS[kind](model)
+    work = KINDS[kind](model, device)
     for line in sys.stdin:
         target_clients, iterations = map(int, line.split())
         wall, busy = time.perf_counter(), time.process_time()
         work(target_clients, iterations)
+        if device != "cpu":
+            torch.cuda.synchronize()
+            busy = time.process_time() - (time.perf_counter() - wall)
         print(time.perf_counter() - wall, time.process_time() - busy, file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    serve(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:])

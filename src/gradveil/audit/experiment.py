@@ -24,7 +24,7 @@ from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Domain, Loss, placed
 from gradveil.data import Dataset
 from gradveil.defences import Defence, parse
-from gradveil.federated.training_setup import TrainingSetting
+from gradveil.federated.training_setup import TrainingSetting, use_full_float32
 from gradveil.federated.training_state import Standing
 from gradveil.nn.module_paths import count_classes
 from gradveil.nn.weight_files import put_weights
@@ -60,6 +60,10 @@ class Experiment:
     """(client, defence, attack) -> why the attack does not apply there: such trials are told, and not attacked."""
     until_broken: bool = False
     """Whether searches are left out where a closed form breaks the defence: of runs whose attacks nobody named."""
+
+    def __post_init__(self) -> None:
+        """Set the process to the run's precision: a worker has an experiment of its own."""
+        use_full_float32(self.config.device)
 
     @property
     def dtype(self) -> torch.dtype:

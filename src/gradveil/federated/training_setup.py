@@ -125,6 +125,12 @@ def device_problems(device: str, precision: str) -> Iterator[Problem]:
         yield Problem("precision", "float64 does not exist on mps", "choose float32, or the device cpu")
 
 
+def use_full_float32(device: str) -> None:
+    """Let a GPU convolve float32 numbers as they are: unless told, torch lets it round them to 10 bits (TF32)."""
+    if device.startswith("cuda"):
+        torch.backends.cudnn.allow_tf32 = False
+
+
 CENTRAL = "central"
 """Name of the training on all data in one place."""
 
@@ -170,6 +176,10 @@ class TrainingSetting:
     """Defences that the caller passes as objects, by name; all others are parsed."""
     loss: Loss | None = None
     """The caller's loss; None for the usual one of the model."""
+
+    def __post_init__(self) -> None:
+        """Set the process to the run's precision: a worker has a setting of its own."""
+        use_full_float32(self.config.device)
 
     def defence(self, text: str) -> Defence:
         """Return the defence that the run names by this text."""
