@@ -156,9 +156,8 @@ def recorded(options: argparse.Namespace, setting: dict[str, Any]) -> tuple[list
     lines = options.record.read_text().splitlines() if options.record and options.record.exists() else []
     others, same = [], []
     for row in map(json.loads, lines):
-        whole = {"attack": "span-rank", "sentences": 0, **row}
-        equal = all(whole[name] == value for name, value in setting.items()) and ("first_1" in row) == options.ranks
-        (same if equal else others).append(whole)
+        equal = all({"attack": "span-rank", **row}[name] == value for name, value in setting.items())
+        (same if equal and ("first_1" in row) == options.ranks else others).append(row)
     return others, same
 
 
@@ -201,7 +200,7 @@ def main() -> None:
         setting = {"model": options.model, "data": options.name, "batch": size, "defence": options.defence}
         setting |= {"rows": options.rows, "dropout": options.dropout, "attack": options.attack}
         others, same = recorded(options, setting)
-        most = max((row["sentences"] for row in same), default=0)
+        most = max((row.get("sentences", 0) for row in same), default=0)
         if most >= count * size:
             continue
         batches = [Batch(ids[i * size : (i + 1) * size], labels[i * size : (i + 1) * size]) for i in range(count)]
