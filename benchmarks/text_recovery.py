@@ -7,8 +7,8 @@
     python benchmarks/text_recovery.py --defence noise=0.1 --no-rows --attack embedding-search --sentences 16
 
 `--defence` changes the gradient tensor by tensor: noise of a relative l2 size, the share that is kept, dual pruning of
-the largest and smallest shares, or signs. `--record FILE` writes each row when it is done, in place of one with fewer
-sentences, and skips those that are in the file: an interrupted series goes on where it stopped.
+the largest and smallest shares, or signs. `--record FILE` writes a row after each batch, in place of one with fewer
+sentences, and skips those that have as many: an interrupted series goes on with the next row.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,18 +117,22 @@ def ranks(model: TokenModel, update: dict[str, Tensor], ids: Tensor) -> list[int
     return found
 
 
-def measured(model: TokenModel, space: TextSpace, public: Tensor, batches: list[Batch], options: Any) -> dict[str, Any]:
-    """Attack every batch; return the rates."""
+def measured(
+    model: TokenModel, space: TextSpace, public: Tensor, batches: list[Batch], options: Any
+) -> Iterator[dict[str, Any]]:
+    """Attack one batch after the other; yield the rates of those so far."""
     only = () if options.rows else ("attention", "head", "classifier")
     client = Client(model, loss=own_loss) if model.layout.causal else Client(model)
     known = Knowledge(space, 2, public=Batch(public, torch.zeros(len(public), dtype=torch.long)))
     attack = ATTACKS[options.attack](rows=options.rows)
     generator, scores, seconds, places = torch.Generator().manual_seed(0), [], [], []
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
         update = defended(gradient(model.train(), batch, only), options.defence, generator)
         model.eval()  # the attacker does not draw dropout
         if options.ranks:
             places += ranks(model, update, batch.inputs)
+            shares = {f"first_{n}": sum(place < n for place in places) / len(places) for n in (1, 10, 100)}
+            yield {"sentences": number * len(batch.inputs), "tokens": len(places), **shares}
             continue
         params = {name: value.detach() for name, value in model.named_parameters()}
         began = time.perf_counter()
@@ -135,19 +140,15 @@ def measured(model: TokenModel, space: TextSpace, public: Tensor, batches: list[
         seconds.append(time.perf_counter() - began)
         truth = batch.inputs.unsqueeze(0)
         scores.append(space.scores(space.match(found.inputs, truth)[1], truth))
-    if options.ranks:
-        shares = {f"first_{n}": sum(place < n for place in places) / len(places) for n in (1, 10, 100)}
-        return {"sentences": sum(len(batch.inputs) for batch in batches), "tokens": len(places), **shares}
-    joined = {name: torch.cat([one[name].flatten() for one in scores]) for name in scores[0]}
-    exact = int(joined["exact"].sum())
-    means = {name: round(float(value.nanmean()), 4) for name, value in joined.items()}
-    return {
-        "sentences": len(joined["exact"]),
-        "interval": [round(end, 3) for end in wilson(exact, len(joined["exact"]))],
-        **means,
-        "median_seconds": round(statistics.median(seconds), 1),
-        "longest_seconds": round(max(seconds), 1),
-    }
+        joined = {name: torch.cat([one[name].flatten() for one in scores]) for name in scores[0]}
+        exact = int(joined["exact"].sum())
+        yield {
+            "sentences": len(joined["exact"]),
+            "interval": [round(end, 3) for end in wilson(exact, len(joined["exact"]))],
+            **{name: round(float(value.nanmean()), 4) for name, value in joined.items()},
+            "median_seconds": round(statistics.median(seconds), 1),
+            "longest_seconds": round(max(seconds), 1),
+        }
 
 
 def recorded(options: argparse.Namespace, setting: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -155,9 +156,8 @@ def recorded(options: argparse.Namespace, setting: dict[str, Any]) -> tuple[list
     lines = options.record.read_text().splitlines() if options.record and options.record.exists() else []
     others, same = [], []
     for row in map(json.loads, lines):
-        whole = {"attack": "span-rank", "sentences": 0, **row}
-        equal = all(whole[name] == value for name, value in setting.items()) and ("first_1" in row) == options.ranks
-        (same if equal else others).append(whole)
+        equal = all({"attack": "span-rank", **row}[name] == value for name, value in setting.items())
+        (same if equal and ("first_1" in row) == options.ranks else others).append(row)
     return others, same
 
 
@@ -199,14 +199,17 @@ def main() -> None:
         count = len(ids) // size
         setting = {"model": options.model, "data": options.name, "batch": size, "defence": options.defence}
         setting |= {"rows": options.rows, "dropout": options.dropout, "attack": options.attack}
-        if any(row["sentences"] >= count * size for row in recorded(options, setting)[1]):
+        others, same = recorded(options, setting)
+        most = max((row.get("sentences", 0) for row in same), default=0)
+        if most >= count * size:
             continue
         batches = [Batch(ids[i * size : (i + 1) * size], labels[i * size : (i + 1) * size]) for i in range(count)]
-        row = {**setting, **measured(model, space, public, batches, options)}
+        row = {}
+        for rates in measured(model, space, public, batches, options):
+            row = {**setting, **rates}
+            if options.record and row["sentences"] > most:
+                options.record.write_text("".join(json.dumps(each) + "\n" for each in [*others, row]))
         print(json.dumps(row), flush=True)
-        if options.record:
-            others = recorded(options, setting)[0]
-            options.record.write_text("".join(json.dumps(each) + "\n" for each in [*others, row]))
 
 
 if __name__ == "__main__":
