@@ -28,7 +28,7 @@ def recommended(*rows: Row, costs: Mapping[str, DefenceCost] | None = None, comm
 
 
 def against(defence: str, won: int = 0, **change: Any) -> Row:
-    return row(won, defence=defence, attack="cdia", **change)
+    return row(won, **{"defence": defence, "attack": "cdia", **change})
 
 
 def bare(won: int = 32, **change: Any) -> Row:
@@ -84,6 +84,8 @@ def test_what_no_attack_broke_is_recommended_with_its_cost_and_errors() -> None:
         ([against(DGP, simulated_client="naive")], ["No defence can be recommended yet.", "--attack adaptive"]),
         ([against(DGP, of=4)], ["No defence can be recommended yet.", "--target-clients 8"]),
         ([against(DGP, **SHORT)], ["No defence can be recommended yet.", "more --iterations"]),
+        ([against(DGP, attack="ig(iterations=50)", **SHORT)], ["again with ig(iterations=200)."]),
+        ([against(DGP, 32, batch=8)], ["larger batches: --set client.batch=32"]),
         (
             [against(DGP, 32), against(DP, simulated_client="naive")],
             ["No tested defence is shown to protect", f"{DP} (not tested)", "--attack adaptive", "noise"],
@@ -95,6 +97,13 @@ def test_without_a_defence_that_was_not_broken_the_next_step_is_named(rows: list
     assert found.defence is None
     assert all(word in found.text for word in words), found.text
     assert found.as_object()["next"]
+
+
+def test_the_next_step_of_a_call_from_python_names_its_arguments() -> None:
+    rows = [bare(), against(DGP, 32), against(DP, of=4)]
+    text = recommended(*rows, command="gradveil.audit(...)").text
+    assert "--" not in text
+    assert all(word in text for word in ("8 target clients", 'the defence "dp(clip=1, sigma=2)"', "client_batch=8"))
 
 
 def test_a_defence_has_to_hold_in_every_setting() -> None:

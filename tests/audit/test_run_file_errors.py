@@ -78,7 +78,7 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
     ({"device": "tpu"}, "device", "is 'tpu'", "cpu|cuda"),
     ({"name": "a/b"}, "name", "is 'a/b'", "match"),
     ({"data": {"name": "face", "size": 16}}, "data.name", "no data set is called 'face'", "did you mean 'faces'?"),
-    ({"data": {"name": "faces", "size": 8}}, "data.size", "is 8", "give at least 11: images are compared"),
+    ({"data": {"name": "faces", "size": 6}}, "data.size", "is 6", "give at least 7: images are compared"),
     ({"data": {"name": "faces", "channels": 2}}, "data.channels", "is 2", "1 or 3"),
     ({"data": {"name": "faces", "normalise": "yes"}}, "data.normalise", "is 'yes'", "'dataset' or 'none'"),
     ({"data": {"name": "faces", "image_column": "scan"}}, "data", "image_column is for Parquet files", ""),

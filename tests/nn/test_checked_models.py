@@ -55,7 +55,7 @@ MODELS_WRONG: list[tuple[str, Callable[[], nn.Module], str]] = [
     (
         "functional-dropout",
         hidden_dropout,
-        r"2: two passes over the same inputs differ.*-> use gradveil.nn.stochastic_layers",
+        r"2: two passes over the same inputs differ.*-> call an nn.Dropout .*or use gradveil.nn.Dropout",
     ),
     (
         "batchnorm",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import gradveil
+from gradveil.audit.audit_config import RunConfig
 from gradveil.cli.app import run as command
 from gradveil.core.errors import GradveilError
 from gradveil.report.choices import Choices
@@ -168,6 +169,15 @@ def test_wrong_choice_is_rejected_by_its_name(audit: Path, choices: dict[str, An
 def test_grid_without_pictures_is_rejected(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", played(target_clients=2)[:2], images=False)
     assert "kept none" in problems(folder, kind="grid")["grid"]
+
+
+def test_figures_of_rows_speak_of_rows_and_have_no_pictures(tmp_path: Path) -> None:
+    rows = {"data": {"name": "census"}, "model": {"name": "tabular-mlp"}, "client": [{"batch": 2}]}
+    settings = {**rows, "target_clients": 1, "attacks": ["tableak(iterations=4)"], "defences": ["none"]}
+    execute(RunConfig(name="rows", **settings), tmp_path / "run")
+    assert "Mean cells right" in texts(draw_figure([tmp_path / "run"], kind="curve"))
+    assert "Identifiable rows (%)" in texts(draw_figure([tmp_path / "run"], kind="pareto", against="bytes"))
+    assert problems(tmp_path / "run", kind="grid") == {"grid": "shows pictures, and these runs attack rows"}
 
 
 def test_selection_without_a_trial_is_rejected(tmp_path: Path) -> None:

@@ -17,6 +17,16 @@ from gradveil.data import DATASETS
 
 _COST = "--set cost.rounds=20 --set cost.local.lr=0.1 --set cost.local.epochs=1 --set cost.local.batch=8"
 """Options of `gradveil audit` that measure accuracy next to the attacks."""
+_OPTIONS = {
+    "adaptive": ("--attack adaptive", 'attacks=["adaptive"]'),
+    "batch": ("--set client.batch={}", "client_batch={}"),
+    "budget": ("--budget none (all iterations)", "budget=None (all iterations)"),
+    "clients": (f"--target-clients {ENOUGH}", f"{ENOUGH} target clients"),
+    "defence": ('--defence "{}"', 'the defence "{}"'),
+    "iterations": ("more --iterations", "more iterations"),
+    "none": ("--defence none", 'the defence "none"'),
+}
+"""What to change, as options of the command line and as arguments in Python."""
 _WORST: list[Level] = ["broken", "leaks", "inconclusive", "not tested", "not broken"]
 
 
@@ -126,7 +136,7 @@ def recommend(
         steps.append(f"give the same command again: an attack on {listing(left)} failed")
     if useless := [each.name for each in whole if each.is_useless]:
         steps.append(f"train longer with {listing(useless)}, or weaken it: its training learned nothing")
-    return _none(defended, bare, steps)
+    return _none(defended, bare, steps, command.startswith("gradveil.audit("))
 
 
 def _is_are(count: int) -> str:
@@ -236,18 +246,21 @@ def _dominates(one: _Candidate, other: _Candidate) -> bool:
     return all(a <= b for a, b in known) and any(a < b for a, b in known)
 
 
-def _none(defended: Sequence[_Candidate], bare: _Candidate | None, first_steps: Sequence[str]) -> Recommendation:
+def _none(
+    defended: Sequence[_Candidate], bare: _Candidate | None, first_steps: Sequence[str], python: bool
+) -> Recommendation:
+    option = {name: texts[python] for name, texts in _OPTIONS.items()}
     steps = list(first_steps)
     open_levels = [each for each in defended if each.level in ("inconclusive", "not tested")]
     if untested := [each.name for each in open_levels if each.level == "not tested"]:
-        steps.append(f"attack {listing(untested)} with what knows it: --attack adaptive")
+        steps.append(f"attack {listing(untested)} with what knows it: {option['adaptive']}")
     if vague := [each for each in open_levels if each.level == "inconclusive"]:
-        steps.append(f"attack {listing(each.name for each in vague)} again with {_more(vague)}")
+        steps.append(f"attack {listing(each.name for each in vague)} again with {_more(vague, option)}")
     leaking = [each for each in defended if each.level in ("broken", "leaks")]
     if leaking:
-        steps.append(_stronger([each.name for each in leaking]))
+        steps.append(_stronger(leaking, option))
     elif bare is None and not steps:
-        steps.append("add --defence none, which shows that the attacks work")
+        steps.append(f"add {option['none']}, which shows that the attacks work")
     first = "No tested defence protects this model." if leaking else "No defence can be recommended yet."
     if leaking and len(leaking) < len(defended):
         rest = [each for each in defended if each not in leaking]
@@ -256,26 +269,34 @@ def _none(defended: Sequence[_Candidate], bare: _Candidate | None, first_steps: 
     return Recommendation(None, (first, f"Next: {'; '.join(steps)}."), {"next": steps})
 
 
-def _more(vague: Sequence[_Candidate]) -> str:
+_ITERATIONS = re.compile(r"\biterations=(\d+)")
+
+
+def _more(vague: Sequence[_Candidate], option: Mapping[str, str]) -> str:
     """Name what an undecided attack needs more of: clients, iterations, or a budget."""
     judged = [each.worst for each in vague if each.worst is not None]
     few = any(verdict.best.distinct < ENOUGH for verdict in judged)
     short = any(verdict.health.state == "under-optimised" for verdict in judged)
     cut = any(row.budget_share is not None for verdict in judged for row in verdict.judged)
-    longer = "--budget none (all iterations)" if cut else "more --iterations"
-    words = [f"--target-clients {ENOUGH}"] * few + [longer] * (cut or short or not few)
+    longer = option["budget" if cut else "iterations"]
+    # Iterations of the run do not count for an attack that sets its own.
+    attacks = dict.fromkeys(verdict.best.attack for verdict in judged)
+    if not cut and attacks and all(map(_ITERATIONS.search, attacks)):
+        longer = listing(_ITERATIONS.sub(lambda own: f"iterations={4 * int(own[1])}", attack) for attack in attacks)
+    words = [option["clients"]] * few + [longer] * (cut or short or not few)
     return " and ".join(words)
 
 
 _NOISE = re.compile(r"\b((?:user-dp|fed-cdp|dp)\([^)]*?\bsigma\s*=\s*)([\d.eE+-]+)")
 
 
-def _stronger(names: Sequence[str]) -> str:
-    """Suggest a defence that protects more than these: differential privacy, or more of its noise."""
-    private = [match for name in names if (match := _NOISE.search(name))]
+def _stronger(leaking: Sequence[_Candidate], option: Mapping[str, str]) -> str:
+    """Suggest what protects more than these: differential privacy, or more of its noise, or larger batches."""
+    private = [match for each in leaking if (match := _NOISE.search(each.name))]
+    batch = max((4 * int(each.worst.best.info["batch"]) for each in leaking if each.worst), default=8)
+    what, text = "noise with a guarantee", "dp(clip=1, sigma=2)"
     if private:
         match = max(private, key=lambda match: float(match[2]))
         text = f"{match[1]}{number(max(1.0, 2 * float(match[2])))}{match.string[match.end() :]}"
-        text = match.string[: match.start()] + text
-        return f'more noise: --defence "{text}", or larger batches: --set client.batch=8'
-    return 'noise with a guarantee: --defence "dp(clip=1, sigma=2)", or larger batches: --set client.batch=8'
+        what, text = "more noise", match.string[: match.start()] + text
+    return f"{what}: {option['defence'].format(text)}, or larger batches: {option['batch'].format(max(8, batch))}"

@@ -94,7 +94,7 @@ _EXAMPLES = {
 }
 
 
-_REASONS = {"data.size": ": images are compared by SSIM, in windows of 11 pixels"}
+_REASONS = {"data.size": ": images are compared by SSIM, in windows of at least 7 pixels"}
 """Why a number may not be smaller, where nobody would guess it."""
 
 

@@ -29,13 +29,14 @@ from gradveil.cli.shared_options import (
 )
 
 _HELP = {
-    "run": "A run file (TOML), or the name of a bundled run: faces, digits, patches. Needed without --observed "
-    "or --model and --data. It may name modules (pkg.module:name), which are imported.",
+    "run": "A run file (TOML), or the name of a bundled run: faces, digits, patches, census, reviews. Needed "
+    "without --observed or --model and --data. It may name modules (pkg.module:name), which are imported.",
     "observed": "Attack recorded updates (of gradveil train --record, a Recorder, the Flower mod) instead of simulated "
     "ones: the attacks assume this model, client and defences; missing settings come from the records.",
     "model": "Model, instead of the file's: of gradveil list models, hf:NAME, timm:NAME, torchvision:NAME, or "
     "pkg.module:factory.",
-    "dataset": "Data, instead of the file's: of gradveil list data, hf:NAME, parquet:PATH or folder:PATH.",
+    "dataset": "Data, instead of the file's: of gradveil list data, FILE.csv, texts:FILE.csv, folder:PATH, "
+    "parquet:PATH or hf:NAME.",
     "prepare": "Replace in a copy what cannot be attacked: BatchNorm, hidden dropout, in-place operations.",
     "iterations": "Iterations of every attack that does not set its own.",
     "restarts": "Restarts of every attack that does not set its own.",

@@ -31,7 +31,7 @@ _HELP = {
     "run": "A run file (TOML), or the name of a bundled run; the options win over it. Or leave it out. It "
     "may name modules (pkg.module:name), which are imported.",
     "model": "A model of `gradveil list models`, hf:NAME, timm:NAME, torchvision:NAME, or pkg.module:factory.",
-    "data": "Data of `gradveil list data`, hf:NAME, parquet:PATH or folder:PATH.",
+    "data": "Data of `gradveil list data`, FILE.csv, texts:FILE.csv, folder:PATH, parquet:PATH or hf:NAME.",
     "size": "Side of the images after resizing. Default: 32.",
     "channels": "1 for grey, 3 for colour. Default: the channels of the data.",
     "prepare": "Try it with what cannot be attacked replaced in a copy, as gradveil audit --prepare does.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -43,12 +44,13 @@ class ExampleWords:
     def told(self, text: str) -> str:
         """Return a text that was written for images in the words of this kind.
 
-        >>> ExampleWords("rows", "row", "cells", "cells right").told("SSIM of the true images, or an image's")
-        "cells right of the true rows, or a row's"
+        >>> words = ExampleWords("rows", "row", "cells", "cells right")
+        >>> words.told("SSIM of the true images, or an image's"), words.told("Mean SSIM of the mean image")
+        ("cells right of the true rows, or a row's", 'Mean cells right of the mean row')
         """
         if self.kind == ExampleWords.kind:
             return text
-        text = text.replace("an image", f"a {self.noun}").replace("an SSIM", f"{self.metric}")
+        text = re.sub(r"\ban image", f"a {self.noun}", re.sub(r"\ban SSIM", self.metric, text))
         return text.replace("SSIM", self.metric).replace("image", self.noun).replace("Image", self.noun.capitalize())
 
     def record(self) -> dict[str, str]:

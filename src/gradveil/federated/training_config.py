@@ -42,8 +42,8 @@ class DataConfig(Section):
 
     name: Name
     """A bundled name, `folder:PATH`, a Parquet file, a Hugging Face name, or `unseen` for recorded updates."""
-    size: Annotated[int, Field(ge=11)] | None = 32
-    """Side of the images in pixels after resizing. SSIM needs at least 11."""
+    size: Annotated[int, Field(ge=7)] | None = 32
+    """Side of the images in pixels after resizing. SSIM needs at least 7; below 11, its window is smaller."""
     channels: Literal[1, 3] | None = None
     """Colour channels. None keeps those of the data."""
     normalise: Literal["dataset", "none"] = "dataset"

@@ -160,7 +160,9 @@ def _forward_problems(model: nn.Module, inputs: Tensor, trace: Trace) -> tuple[l
         calls = sorted({f.__name__ for f in trace.functions.get(random, ()) if getattr(f, "__name__", "") in _RANDOM})
         named = f" ({', '.join(calls)})" if calls else ""
         what = f"two passes over the same inputs differ: it draws random numbers that are not arguments{named}"
-        remedy = "use gradveil.nn.stochastic_layers.Dropout, or a module derived from gradveil.nn.stochastic.Stochastic"
+        remedy = "use gradveil.nn.Dropout, or a module derived from gradveil.nn.Stochastic"
+        if any("dropout" in call for call in calls):  # torch.nn.functional's
+            remedy = f"call an nn.Dropout of the module, which gradveil.nn.replace_dropout(model) takes; or {remedy}"
         problems.append(Problem(random, what, remedy))
     return problems, outputs
 

@@ -132,7 +132,7 @@ def _some(values: list[int]) -> str:
     return ", ".join(str(value) for value in values[:5]) + (", ..." if len(values) > 5 else "")
 
 
-SURGERY = "gradveil.nn.surgery"
+SURGERY = "gradveil.nn"
 """Module with the remedies of these problems."""
 _NEVER_EXPLICIT = (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
@@ -158,16 +158,14 @@ def _randomness(module: nn.Module) -> tuple[str, str]:
         what = f"{kind} draws its mask from the global generator, so no attacker can replay the update"
         if replaceable(module, DROPOUTS):
             return what, f"replace it: {SURGERY}.replace_dropout(model)"
-        remedy = (
-            "replace it by gradveil.nn.stochastic_layers.Dropout: only torch's own types without hooks are replaced"
-        )
+        remedy = "replace it by gradveil.nn.Dropout: only torch's own types without hooks are replaced"
         return what, remedy
     if isinstance(module, _NEVER_EXPLICIT):
         what = f"{kind} in training mode draws from the global generator, so no attacker can replay the update"
-        return what, "replace it by gradveil.nn.stochastic_layers.Dropout, or put the module into evaluation mode"
+        return what, "replace it by gradveil.nn.Dropout, or put the module into evaluation mode"
     if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0:
         what = f"{kind} drops out inside (dropout={module.dropout}), from the global generator"
-        return what, "set its dropout to 0 and use gradveil.nn.stochastic_layers.Dropout outside of it"
+        return what, "set its dropout to 0 and use gradveil.nn.Dropout outside of it"
     return "", ""
 
 

@@ -292,8 +292,15 @@ def _pareto(runs: Runs, choices: FigureChoices, ax: Axes | None) -> Figure:
         " per round" if cost == "bytes" and _is_of_training(kept, runs) else " per update" if cost == "bytes" else ""
     )
     x = entry.against[cost] + per_round
-    _dress(axes, choices, x, entry.metrics[metric], [h for each in drawn for h in each], own=ax is None)
+    y = _in_words(entry.metrics[metric], panels)
+    _dress(axes, choices, x, y, [h for each in drawn for h in each], own=ax is None)
     return figure
+
+
+def _in_words(title: str, panels: Sequence[AuditPanel]) -> str:
+    """Return an axis title in the words of the examples that were attacked: rows or texts in place of images."""
+    rows = [row for panel in panels for row in panel.rows]
+    return rows[0].words.told(title) if rows else title
 
 
 def _is_of_training(kept: Sequence[tuple[AuditPanel, Any]], runs: Runs) -> bool:
@@ -309,7 +316,7 @@ def _curve(runs: Runs, choices: FigureChoices, ax: Axes | None) -> Figure:
         guesses = [baseline_of(panel, metric) for panel in panels]
         series = _series(panels, choices)
         titles = [panel.title for panel in panels]
-        x, y = entry.against[against], entry.metrics[metric]
+        x, y = entry.against[against], _in_words(entry.metrics[metric], panels)
     else:
         metric, against = choices.metric or "accuracy", choices.against or "rounds"
         trained = training_panels(runs, choices)

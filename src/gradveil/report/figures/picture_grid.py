@@ -54,6 +54,10 @@ class GridBlock:
 def grid_problems(panels: Sequence[AuditPanel], choices: FigureChoices) -> Iterator[Problem]:
     """Find trials without pictures, targets that no trial has, and scores that were not computed."""
     rows = [row for panel in panels for row in panel.rows]
+    if rows and all(row.words.kind != "images" for row in rows):
+        what = f"shows pictures, and these runs attack {rows[0].words.plural}"
+        yield Problem("grid", what, f"choose the kind pareto; the report shows {rows[0].words.plural}")
+        return
     if not any("truth" in (row.trial.images() or {}) for row in _shown(panels)):
         yield Problem("grid", "shows pictures, and these runs kept none", "audit again without --no-images")
     known = {int(record["target_client"]) for row in rows for record in row.trial.records}
