@@ -6,7 +6,7 @@
 German credit and census income, a perceptron with embeddings and a residual network, 32 rows in updates of 1, 8 and 32;
 film reviews, a small encoder, 32 sentences. The noise of DP-SGD is that of some epsilons for a training of two clients,
 whose accuracy is measured too. Audits and trainings lie below `--runs`; give the command again, and finished ones are
-read, unfinished ones go on.
+read, unfinished ones go on. Rows of settings that are not asked for stay in the file.
 """
 
 from __future__ import annotations
@@ -230,6 +230,22 @@ def proven(verdict: Verdict, promised: float | None, audit: Mapping[str, Any]) -
     return {key: None if value is None or not promised else float(f"{value:.4g}") for key, value in values.items()}
 
 
+def written(output: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Put the rows of one setting into a file, in place of those that it has of it, in the order of the settings."""
+
+    def setting(row: Mapping[str, Any]) -> tuple[int, int, int]:
+        return list(DATA).index(row["data"]), MODELS.index(row["model"]), int(row["batch"])
+
+    kept = list[Mapping[str, Any]]()
+    if output.exists():
+        with output.open() as stream:
+            kept = [row for row in csv.DictReader(stream) if setting(row) != setting(rows[0])]
+    with output.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(sorted([*kept, *rows], key=setting))
+
+
 def markdown(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """Write records, as they are read from the file, as the lines of a table."""
     lines: list[str] = []
@@ -270,7 +286,7 @@ def _share(text: str) -> str:
 
 
 def main() -> None:
-    """Measure all settings; rewrite the file after each."""
+    """Measure all settings; write the rows of each when it is done."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--data-dir", type=Path, default=os.environ.get(DATA_DIR, "."), help="folder with tables/NAME-train.parquet"
@@ -287,15 +303,10 @@ def main() -> None:
         with options.output.open() as stream:
             print("\n".join(markdown(list(csv.DictReader(stream)))))
         return
-    rows = list[dict[str, Any]]()
     for data, model, batch in product(options.data, options.model, options.batch):
-        if model not in DATA[data].models:
-            continue
-        rows += records(data, model, batch, options.runs, options.data_dir, not options.no_training)
-        with options.output.open("w", newline="") as stream:
-            writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        if model in DATA[data].models:
+            rows = records(data, model, batch, options.runs, options.data_dir, not options.no_training)
+            written(options.output, list(rows))
 
 
 if __name__ == "__main__":

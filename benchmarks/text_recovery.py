@@ -7,8 +7,8 @@
     python benchmarks/text_recovery.py --defence noise=0.1 --no-rows --attack embedding-search --sentences 16
 
 `--defence` changes the gradient tensor by tensor: noise of a relative l2 size, the share that is kept, dual pruning of
-the largest and smallest shares, or signs. `--record FILE` appends each row when it is done, and skips those that are in
-the file: an interrupted series goes on where it stopped.
+the largest and smallest shares, or signs. `--record FILE` writes each row when it is done, in place of one with fewer
+sentences, and skips those that are in the file: an interrupted series goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.protocol import Observation
 from gradveil.attacks.sequences.embedding_search import EmbeddingSearch
 from gradveil.attacks.sequences.span_attack import SpanAttack
-from gradveil.attacks.sequences.token_candidates import rank_words
+from gradveil.attacks.sequences.token_candidates import Candidates, rank_words, with_dropped
 from gradveil.attacks.sequences.token_span import token_span
 from gradveil.client import Client
 from gradveil.core.noise import Key
@@ -41,7 +41,7 @@ from gradveil.nn.models.token_transformers import small_decoder
 from gradveil.nn.token_layout import TokenModel, own_loss
 from gradveil.spaces import TextSpace
 
-LENGTH = 32
+LENGTH, TRIED = 32, 384
 ATTACKS = {"span-rank": partial(SpanAttack, ranked=True), "embedding-search": EmbeddingSearch}
 
 
@@ -104,6 +104,10 @@ def ranks(model: TokenModel, update: dict[str, Tensor], ids: Tensor) -> list[int
     span = token_span(gradients, int((ids != layout.padding).sum()))
     length = int((ids != layout.padding).any(0).sum())
     listed = rank_words(model, layout, params, span, length, len(layout.word_table(params)))
+    if span.exact:
+        parts = [(listed.words[:, part], listed.residuals[:, part]) for part in (slice(TRIED), slice(TRIED, None))]
+        first = with_dropped(model, layout, params, span, Candidates(*parts[0]))
+        listed = Candidates(torch.cat([first.words, parts[1][0]], 1), torch.cat([first.residuals, parts[1][1]], 1))
     found = []
     for row in ids:
         for position, word in enumerate(row[:length]):
@@ -133,7 +137,7 @@ def measured(model: TokenModel, space: TextSpace, public: Tensor, batches: list[
         scores.append(space.scores(space.match(found.inputs, truth)[1], truth))
     if options.ranks:
         shares = {f"first_{n}": sum(place < n for place in places) / len(places) for n in (1, 10, 100)}
-        return {"tokens": len(places), **shares}
+        return {"sentences": sum(len(batch.inputs) for batch in batches), "tokens": len(places), **shares}
     joined = {name: torch.cat([one[name].flatten() for one in scores]) for name in scores[0]}
     exact = int(joined["exact"].sum())
     means = {name: round(float(value.nanmean()), 4) for name, value in joined.items()}
@@ -146,15 +150,15 @@ def measured(model: TokenModel, space: TextSpace, public: Tensor, batches: list[
     }
 
 
-def recorded(options: argparse.Namespace, size: int) -> bool:
-    """Report whether the file holds a row of these settings with as many sentences, or ranks."""
-    rows = [json.loads(line) for line in options.record.read_text().splitlines()] if options.record.exists() else []
-    wanted = {name: getattr(options, name) for name in ("model", "defence", "rows", "dropout")}
-    wanted |= {"data": options.name, "batch": size, "attack": options.attack}
-    rows = [{"attack": "span-rank", **row} for row in rows]
-    same = [row for row in rows if all(row[name] == value for name, value in wanted.items())]
-    count = options.sentences // size * size
-    return any("first_1" in row if options.ranks else row.get("sentences", 0) >= count for row in same)
+def recorded(options: argparse.Namespace, setting: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the rows of other settings in the file, and those of the same ones: of ranks, or of sentences."""
+    lines = options.record.read_text().splitlines() if options.record and options.record.exists() else []
+    others, same = [], []
+    for row in map(json.loads, lines):
+        whole = {"attack": "span-rank", "sentences": 0, **row}
+        equal = all(whole[name] == value for name, value in setting.items()) and ("first_1" in row) == options.ranks
+        (same if equal else others).append(whole)
+    return others, same
 
 
 def main() -> None:
@@ -193,16 +197,16 @@ def main() -> None:
     model = decoder(len(vocabulary)) if options.model == "decoder" else minilm(folder, options.dropout)
     for size in options.batch:
         count = len(ids) // size
-        if options.record and recorded(options, size):
-            continue
-        batches = [Batch(ids[i * size : (i + 1) * size], labels[i * size : (i + 1) * size]) for i in range(count)]
         setting = {"model": options.model, "data": options.name, "batch": size, "defence": options.defence}
         setting |= {"rows": options.rows, "dropout": options.dropout, "attack": options.attack}
-        row = json.dumps({**setting, **measured(model, space, public, batches, options)})
-        print(row, flush=True)
+        if any(row["sentences"] >= count * size for row in recorded(options, setting)[1]):
+            continue
+        batches = [Batch(ids[i * size : (i + 1) * size], labels[i * size : (i + 1) * size]) for i in range(count)]
+        row = {**setting, **measured(model, space, public, batches, options)}
+        print(json.dumps(row), flush=True)
         if options.record:
-            with options.record.open("a") as file:
-                file.write(row + "\n")
+            others = recorded(options, setting)[0]
+            options.record.write_text("".join(json.dumps(each) + "\n" for each in [*others, row]))
 
 
 if __name__ == "__main__":

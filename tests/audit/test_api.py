@@ -73,6 +73,15 @@ def test_local_training_and_aggregation_groups_are_arguments() -> None:
     assert result.trials[0].info["update"].startswith("the sum over 2 clients of local training (epochs=2")
 
 
+def test_results_as_text_leave_no_empty_output_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[object] = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *output: shown.append(output))
+    assert "Verdict: " in str(audited())
+    assert "accuracy" in str(gradveil.train(network(), examples(8), examples(8), rounds=1, clients=2, progress=False))
+    assert shown == []
+
+
 def test_a_model_and_a_batch_of_ones_own(tmp_path: Path) -> None:
     result = audited(defences=("none", "prune(0.9)"), out=tmp_path / "run")
     assert [row["defence"] for row in result.summary()] == ["none", "prune(0.9)"]

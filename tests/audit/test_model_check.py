@@ -8,10 +8,12 @@ from torch import nn
 
 import gradveil
 from gradveil.audit.api import _one_thread
+from gradveil.audit.findings import definitions
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.run_file import resolve
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
+from gradveil.data import load
 from gradveil.nn.models import MODELS, build
 from tests.audit.runs import config, execute
 
@@ -50,10 +52,30 @@ def test_batchnorm_in_training_mode_is_refused_before_any_trial():
 
 
 def test_images_too_small_to_score_are_refused_before_any_attack():
-    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(100, 3))
-    batch = torch.rand(2, 1, 10, 10, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 2])
-    with pytest.raises(GradveilError, match="10 x 10 pixels, and SSIM needs 11"):
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3))
+    batch = torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 2])
+    with pytest.raises(GradveilError, match="6 x 6 pixels, and SSIM needs 7"):
         gradveil.audit(net, batch, bounds="unit")
+
+
+def test_small_images_are_scored_with_a_smaller_window_and_the_record_says_so():
+    digits = load("digits", size=8)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    some = slice(0, 8)
+    result = gradveil.audit(
+        net,
+        (digits.private.inputs[some], digits.private.targets[some]),
+        public=(digits.public.inputs, digits.public.targets),
+        mean=digits.private.mean,
+        std=digits.private.std,
+        attacks=["analytic"],
+    )
+    (row,) = result.findings.rows
+    assert (row.identifiable, row.images) == (8, 8)
+    assert row.info["ssim_window"] == 7
+    assert "above 0.5, with a window of 7 pixels." in " ".join(definitions(result.findings, result.config))
+    assert "above 0.5, with a window of 7 pixels." in result.report().read_text("utf-8")
 
 
 def test_an_audit_from_python_uses_one_thread_and_gives_the_others_back():

@@ -15,6 +15,7 @@ from gradveil.cli.app import app
 from gradveil.core.errors import GradveilError
 from gradveil.data import load, table
 from gradveil.nn import build
+from tests.report.parsed_page import read
 
 RUN = """
 name = "rows"
@@ -47,6 +48,12 @@ def test_single_rows_come_back_exactly_in_closed_form(tmp_path: Path) -> None:
     page = (tmp_path / "run" / "report.html").read_text()
     assert "8 of 8 rows exact" in page
     assert "class_of_worker" in page
+    first, below = read(page).text.split("Basis:", 1)
+    truth = first[first.index("struck through") : first.index("No defence analytic")].split()
+    assert "class_of_worker" in first
+    assert truth[2] in first[first.index("No defence analytic") :]
+    assert "and 12 more columns: see Rows" in first
+    assert "The rows are private data" in below
 
 
 def test_adaptive_attacks_rows_of_batches_by_a_search_and_a_closed_form(tmp_path: Path) -> None:

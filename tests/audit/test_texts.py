@@ -10,6 +10,7 @@ from gradveil.core.errors import GradveilError
 from gradveil.report import audit_page
 from gradveil.report.marked_sentences import marked_sentences
 from tests.audit.runs import execute
+from tests.report.parsed_page import read
 
 SETTINGS = {
     "name": "texts",
@@ -45,6 +46,11 @@ def test_sentences_are_recovered_recorded_and_shown(tmp_path):
     assert not any(span.differs for pair in pairs for span in pair.truth)
     page = audit_page(recorded)
     assert "--no-images" not in page
+    first, below = read(page).text.split("Basis:", 1)
+    sentence = " ".join(part.words for part in pairs[0].truth)
+    assert first.count(sentence) == 2, "the truth, and below it the reconstruction"
+    assert "Private sentences" in first
+    assert "The sentences are private data" in below
     assert all(word not in page for word in ("true images", "Mean image", "reconstruction of images"))
 
 

@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 import pytest
-from benchmarks.table_recovery import markdown
+from benchmarks.table_recovery import markdown, written
 
 from gradveil.core.formatting import size
 from gradveil.metrics.statistics import wilson
@@ -200,6 +200,18 @@ def test_recovered_texts_are_those_of_the_records():
 
 
 RECOVERIES = {"## Rows of tables": "table-recovery.csv", "### Sentences behind defences": "text-defences.csv"}
+_FIRST = "german-credit", "tabular-mlp"
+
+
+def test_a_setting_that_is_measured_again_replaces_its_rows_alone(tmp_path: Path):
+    file, rows = HERE / "benchmarks/results/table-recovery.csv", records("table-recovery.csv")
+    output = tmp_path / file.name
+    output.write_bytes(file.read_bytes())
+    again = [row for row in rows if row["batch"] == "8" and (row["data"], row["model"]) == _FIRST]
+    written(output, again)
+    assert output.read_bytes() == file.read_bytes()
+    written(output, [{**again[0], "seconds": "1.0"}])
+    assert len(output.read_text("utf-8").splitlines()) == 1 + len(rows) - len(again) + 1
 
 
 @pytest.mark.parametrize("heading", RECOVERIES)

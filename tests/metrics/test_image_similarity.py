@@ -15,6 +15,7 @@ from gradveil.metrics import (
     psnr_adadefense,
     ssim,
     ssim_adadefense,
+    ssim_pairs,
     ssim_rescaled,
     ssim_rescaled_padded,
     ssim_torchmetrics,
@@ -58,6 +59,31 @@ def test_ssim_is_scikit_images(channels: int, noise: float, size: tuple[int, int
     torch.testing.assert_close(ssim(candidate, truth), looped(skimage_ssim, candidate, truth), rtol=0, atol=1e-9)
     uniform = looped(skimage_default, candidate, truth)
     torch.testing.assert_close(ssim_adadefense(candidate, truth), uniform, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [(8, 8), (7, 12)])
+def test_ssim_of_small_images_has_the_largest_window_that_fits(size: tuple[int, int]) -> None:
+    candidate, truth = pair(3, 0.2, size)
+    weights = np.exp(-0.5 * (np.arange(-3, 4) / 1.5) ** 2)
+    weights = np.outer(weights, weights) / weights.sum() ** 2
+
+    def reference(c: torch.Tensor, t: torch.Tensor) -> float:
+        found = []
+        for place in np.ndindex(3, size[0] - 6, size[1] - 6):
+            channel, top, left = place
+            x, y = (image[channel, top : top + 7, left : left + 7].numpy() for image in (c, t))
+            means = (weights * x).sum(), (weights * y).sum()
+            variances = (weights * (x - means[0]) ** 2).sum() + (weights * (y - means[1]) ** 2).sum()
+            covariance = (weights * (x - means[0]) * (y - means[1])).sum()
+            luminance = (2 * means[0] * means[1] + 1e-4) / (means[0] ** 2 + means[1] ** 2 + 1e-4)
+            found.append(luminance * (2 * covariance + 9e-4) / (variances + 9e-4))
+        return float(np.mean(found))
+
+    expected = looped(reference, candidate, truth)
+    torch.testing.assert_close(ssim(candidate, truth), expected, rtol=0, atol=1e-9)
+    pairs = ssim_pairs(candidate.flatten(0, 1), truth.flatten(0, 1)).diagonal().double()
+    torch.testing.assert_close(pairs, expected.flatten(), rtol=0, atol=1e-5)
+    assert all(METRICS[name].function(candidate, truth).isfinite().all() for name in IMAGES)
 
 
 def test_ssim_of_flat_float32_images_keeps_its_precision() -> None:
@@ -155,6 +181,6 @@ def test_wrong_shapes_and_images_too_small_for_ssim_are_refused() -> None:
     candidate, truth = pair(1)
     with pytest.raises(GradveilError, match="of one shape"):
         mse(candidate, truth[0])
-    with pytest.raises(GradveilError, match="at least 11x11"):
-        ssim(candidate[..., :10], truth[..., :10])
-    assert mse(candidate[..., :10], truth[..., :10]).shape == (2, 2)
+    with pytest.raises(GradveilError, match="at least 7x7"):
+        ssim(candidate[..., :6], truth[..., :6])
+    assert mse(candidate[..., :6], truth[..., :6]).shape == (2, 2)

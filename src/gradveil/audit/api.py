@@ -157,7 +157,9 @@ class Result:
 
     def __str__(self) -> str:
         """Render the verdict, its table and what limits it, as wide as the terminal."""
-        console = Console(width=min(120, get_terminal_size((100, 24)).columns), force_terminal=True, color_system=None)
+        width = min(120, get_terminal_size((100, 24)).columns)
+        # In a notebook, a captured console would still show an empty output.
+        console = Console(width=width, force_terminal=True, force_jupyter=False, color_system=None)
         with console.capture() as capture:
             print_outcome(console, self.findings, self.config, warnings=self.warnings, more=_MORE)
         return capture.get().rstrip()

@@ -314,7 +314,8 @@ def _cover(passes: Tensor, places: Tensor, weights: Tensor) -> list[Chance]:
         covered = covered | passes[best]
         if places[best] >= 0:
             left[places[best]] = 0
-        share = float(left[covered].sum() / left.sum()) if left.any() else 1.0
+        # The same weights in another order may add up to slightly more.
+        share = min(1.0, float(left[covered].sum() / left.sum())) if left.any() else 1.0
         if found and share <= found[-1].share + 1e-12:
             break
         guess = "the mean image" if best == len(passes) - 1 else "the mean of the class"

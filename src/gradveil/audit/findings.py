@@ -22,7 +22,7 @@ from gradveil.audit.defence_costs import Costs, DefenceCost, costs_of
 from gradveil.audit.display import result_table
 from gradveil.audit.error_bound import recovery_sentence
 from gradveil.audit.recommendation import MissingVerdict, Recommendation, recommend
-from gradveil.audit.result_rows import Row, TrialSetting, short_names, summarise
+from gradveil.audit.result_rows import Row, TrialSetting, short_names, summarise, window_note
 from gradveil.audit.run_directory import NEEDLESS, UNFIT, Run, Trial
 from gradveil.audit.threat_model import scope, threat_model, untried
 from gradveil.audit.verdict import LEVELS, Level, Verdict, verdicts
@@ -664,7 +664,7 @@ def definitions(found: Findings, config: Mapping[str, Any]) -> Iterator[str]:
     if rows:
         yield f"Threat model: {threat_model(rows, config)}"
     if any(row.images for row in rows):
-        yield f"Recovered: {rows[0].words.recovered(threshold)}."
+        yield f"Recovered: {rows[0].words.recovered(threshold)}{window_note(rows[0].info)}."
     yield from explained(found)
     if any(row.attacker == "informed" for row in rows):
         yield "Rates of informed attackers are upper bounds, no part of a verdict."

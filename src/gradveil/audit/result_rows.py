@@ -91,6 +91,11 @@ def words_of(info: Mapping[str, Any]) -> ExampleWords:
     return ExampleWords(**info.get("examples") or {})
 
 
+def window_note(info: Mapping[str, Any]) -> str:
+    """Say which window SSIM had in a trial, if its images are too small for the usual one."""
+    return f", with a window of {info['ssim_window']} pixels" if "ssim_window" in info else ""
+
+
 def watched_limit(info: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the smallest proven probability of recovery for what the attackers of a trial saw; empty without one."""
     limits = [each for each in info.get("recovery_bounds") or () if each["of"] == "watched"]

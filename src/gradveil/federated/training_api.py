@@ -92,7 +92,8 @@ class TrainResult:
         table = Table(*titles)
         for row in rows:
             table.add_row(*row)
-        console = Console(width=120, color_system=None, markup=False)
+        # In a notebook, a captured console would still show an empty output.
+        console = Console(width=120, force_jupyter=False, color_system=None, markup=False)
         with console.capture() as capture:
             console.print(table)
             for name, summary in self.summaries.items():
@@ -296,7 +297,7 @@ def _run(
 ) -> TrainResult:
     folder = Path(tempfile.mkdtemp(prefix="gradveil-") if out is None else out)
     visible = sys.stderr.isatty() if progress is None else progress
-    console = Console(stderr=True, quiet=not visible, markup=False)
+    console = Console(stderr=True, quiet=not visible, markup=False, force_jupyter=None if visible else False)
 
     def report(trial: TrainingTrial, record: RoundResult, _: Status) -> None:
         after = f"{trial.title}: round {record.number} of {setting.config.rounds}"

@@ -23,7 +23,9 @@ from gradveil.core.extras import install, needs
 MSE_FLOOR = 1e-10
 """Smallest MSE for PSNR, far below 8-bit rounding: exact reconstructions get 100 dB instead of infinity."""
 WINDOW = 11
-"""Side of SSIM's window: smaller images have no SSIM."""
+"""Side of SSIM's window; on smaller images, it is `window_side`."""
+SMALLEST = 7
+"""Side of the smallest images with an SSIM: as few pixels as the uniform window of other variants has."""
 _SIGMA = 1.5
 _UNIFORM = 7
 _CHUNK = 1 << 17
@@ -51,6 +53,7 @@ def ssim(candidate: Tensor, truth: Tensor) -> Tensor:
     Gaussian window of 11 pixels, sigma 1.5, range 1, K = (0.01, 0.03), population covariance, averaged over channels
     and over the positions where the window lies inside the image: scikit-image's variant (Z. Wang, A. Bovik,
     H. Sheikh, E. Simoncelli, "Image Quality Assessment: From Error Visibility to Structural Similarity", 2004, Eq. 13).
+    The window of images below 11 pixels is smaller: see `window_side`.
     """
     _large_enough(candidate)
     return _guard(_ssim, candidate, truth, worst=-1.0)
@@ -139,9 +142,18 @@ def finite(images: Tensor) -> Tensor:
     return torch.isfinite(images).all(-1).all(-1).all(-1)
 
 
+def window_side(height: int, width: int) -> int:
+    """Return the side of SSIM's window: 11, or of smaller images the largest odd number that fits, with equal sigma.
+
+    >>> window_side(28, 28), window_side(8, 8)
+    (11, 7)
+    """
+    return min(WINDOW, (min(height, width) - 1) // 2 * 2 + 1)
+
+
 def _large_enough(images: Tensor) -> None:
-    if min(images.shape[-2:]) < WINDOW:
-        what = f"SSIM needs images of at least {WINDOW}x{WINDOW} pixels, these are {tuple(images.shape[-2:])}"
+    if min(images.shape[-2:]) < SMALLEST:
+        what = f"SSIM needs images of at least {SMALLEST}x{SMALLEST} pixels, these are {tuple(images.shape[-2:])}"
         raise fail("metric", what, "load the data with a larger size, or leave SSIM out")
 
 
@@ -175,18 +187,21 @@ def _smooth(images: Tensor) -> Tensor:
 
 def _averaged(images: Tensor) -> Tensor:
     """Compute `_smooth` as two products with banded matrices: faster for many small images."""
-    rows, columns = (_band(images, side) for side in images.shape[-2:])
+    window = _window(images)
+    rows, columns = (_band(window, side) for side in images.shape[-2:])
     return rows.T @ (images @ columns)
 
 
-def _band(images: Tensor, side: int) -> Tensor:
+def _band(window: Tensor, side: int) -> Tensor:
     """Return the matrix [side, side - 10] whose columns hold the window at each of its positions."""
-    offsets = torch.arange(side, device=images.device)[:, None] - torch.arange(side - WINDOW + 1, device=images.device)
-    return torch.where((offsets >= 0) & (offsets < WINDOW), _window(images)[offsets.clamp(0, WINDOW - 1)], 0)
+    wide = len(window)
+    offsets = torch.arange(side, device=window.device)[:, None] - torch.arange(side - wide + 1, device=window.device)
+    return torch.where((offsets >= 0) & (offsets < wide), window[offsets.clamp(0, wide - 1)], 0)
 
 
 def _window(images: Tensor) -> Tensor:
-    offsets = torch.arange(WINDOW, dtype=images.dtype, device=images.device) - WINDOW // 2
+    side = window_side(*images.shape[-2:])
+    offsets = torch.arange(side, dtype=images.dtype, device=images.device) - side // 2
     window = torch.exp(-0.5 * (offsets / _SIGMA).square())
     return window / window.sum()
 

@@ -22,9 +22,10 @@ from gradveil.report.exhibits import Exhibit, exhibits, halls, leading_setting, 
 from gradveil.report.identical_trials import KINDS, identical, named, short_names
 from gradveil.report.legend import legend
 from gradveil.report.marked_sentences import marked_sentences
+from gradveil.report.opening_examples import opening_examples
 from gradveil.report.page import PageSection, frame, render, section
 from gradveil.report.pictures import OUTCOMES, Picture, data_uri, picture_uri, pictures_of, room_of_each
-from gradveil.report.shown_rows import shown_rows
+from gradveil.report.shown_rows import RowTable, shown_rows
 from gradveil.report.table import table_body
 
 _FUNCTIONS = {
@@ -95,9 +96,10 @@ def context(run: Run, costs: Costs | None = None) -> dict[str, Any]:
     pictures = {row.number: found for row in rows if (found := pictures_of(row, room)) is not None}
     names = short_names(every)
     shown = exhibits(result.verdicts, pictures, names)
+    row_tables = shown_rows(shown)
     return {
         **frame(run.info, "Gradient inversion audit", run.info.get("name") or "audit", config, _hardware(run.info)),
-        **_opening(run, result, config, shown),
+        **_opening(run, result, config, shown, row_tables),
         **_TERMS,
         **_FUNCTIONS,
         "recorded": any("observed" in row.info for row in every),
@@ -108,7 +110,7 @@ def context(run: Run, costs: Costs | None = None) -> dict[str, Any]:
         "tables": defence_tables(shown, result),
         "exhibits": shown,
         "halls": halls(shown),
-        "row_tables": shown_rows(shown),
+        "row_tables": row_tables,
         "has_sentences": any(row.info.get("sentences") for row in rows),
         "pictures": pictures,
         "names": names,
@@ -127,8 +129,10 @@ def context(run: Run, costs: Costs | None = None) -> dict[str, Any]:
     }
 
 
-def _opening(run: Run, result: Findings, config: Mapping[str, Any], shown: Sequence[Exhibit]) -> dict[str, Any]:
-    """Return what the first screen shows: the verdict, the most telling pictures, the recommendation, the basis."""
+def _opening(
+    run: Run, result: Findings, config: Mapping[str, Any], shown: Sequence[Exhibit], tables: Sequence[RowTable]
+) -> dict[str, Any]:
+    """Return what the first screen shows: the verdict, the most telling examples, the recommendation, the basis."""
     setting = leading_setting(result.verdicts)
     here = [each for each in shown if each.verdict.setting == setting]
     advice = result.recommendation
@@ -143,6 +147,7 @@ def _opening(run: Run, result: Findings, config: Mapping[str, Any], shown: Seque
         "opening": telling,
         "opening_setting": setting.title() if setting and len(settings) > 1 else "",
         "opening_truths": first.truths[:_ACROSS] if first else (),
+        "opening_examples": opening_examples(telling, tables),
         "opening_same": [each.row.number for each in same],
         "across": _ACROSS,
         "others": [each.name for each in here if each not in telling],

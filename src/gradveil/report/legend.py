@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gradveil.audit.attack_check import STATES, examine
 from gradveil.audit.attack_selection import ATTACKERS
 from gradveil.audit.findings import Findings
-from gradveil.audit.result_rows import BASELINES
+from gradveil.audit.result_rows import BASELINES, Row, window_note
 from gradveil.audit.verdict import LEVELS
 from gradveil.core.formatting import number
 from gradveil.core.space import ExampleWords
@@ -26,7 +26,7 @@ def legend(result: Findings, thresholds: Sequence[float]) -> list[tuple[str, Ter
     words = result.finished[0].words if result.finished else ExampleWords()
     groups: list[tuple[str, Terms]] = [
         ("Verdicts", [(label, f"{meaning}.") for level, (label, meaning) in LEVELS.items() if level in levels]),
-        ("Scores", _scores(thresholds, rows[0].words) if rows else []),
+        ("Scores", _scores(thresholds, rows[0]) if rows else []),
         (
             "Attack checks",
             [(label, f"{words.told(told)}.") for state, (label, told) in STATES.items() if state in states],
@@ -36,13 +36,14 @@ def legend(result: Findings, thresholds: Sequence[float]) -> list[tuple[str, Ter
     return [(title, terms) for title, terms in groups if terms]
 
 
-def _scores(thresholds: Sequence[float], words: ExampleWords) -> Terms:
+def _scores(thresholds: Sequence[float], row: Row) -> Terms:
+    words = row.words
     limit = " or ".join(number(each) for each in thresholds)
     guesses = words.told(", ".join(meaning for _, meaning in BASELINES.values()))
     return [
         (
             "Recovered",
-            f"the SSIM of a reconstruction to its private image is above {limit}."
+            f"the SSIM of a reconstruction to its private image is above {limit}{window_note(row.info)}."
             if words == ExampleWords()
             else " or ".join(words.recovered(each) for each in thresholds) + ".",
         ),

@@ -17,6 +17,8 @@ from gradveil.spaces import TableColumn, TableSpace
 
 SHOWN = 6
 """Rows of each defence on the page, at most."""
+FIRST = 3
+"""Rows of the run on the first screen."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class RowTable:
     exhibit: Exhibit
     leaks: tuple[ColumnLeak, ...]
     rows: tuple[ShownRow, ...]
+    first: tuple[ShownRow, ...]
+    """The first rows of the run, whatever comes back of them."""
 
     @property
     def names(self) -> list[str]:
@@ -107,7 +111,9 @@ def shown_rows(exhibits: Sequence[Exhibit]) -> list[RowTable]:
                 )
                 for column, told in zip(columns, row.info["columns"], strict=True)
             ]
-            found.append(RowTable(exhibit, tuple(leaks), tuple(_rows(row, columns))))
+            every = _rows(row, columns)
+            best = sorted(every, key=lambda one: -one.right)[:SHOWN]
+            found.append(RowTable(exhibit, tuple(leaks), tuple(best), tuple(every[:FIRST])))
     return found
 
 
@@ -118,7 +124,6 @@ def _rows(row: Row, columns: tuple[TableColumn, ...]) -> list[ShownRow]:
     truths, answers = (kept[name].double().flatten(0, 1) for name in ("truth", "reconstruction"))
     right = TableSpace(columns).right(answers, truths)
     each = [(record, scores) for record in row.trial.records for scores in record["per_image"]]
-    order = sorted(range(len(each)), key=lambda place: -float(each[place][1]["cells"]))
     return [
         ShownRow(
             place + 1,
@@ -126,7 +131,7 @@ def _rows(row: Row, columns: tuple[TableColumn, ...]) -> list[ShownRow]:
             float(each[place][1]["cells"]),
             tuple(_cells(columns, truths[place], answers[place], right[place])),
         )
-        for place in order[:SHOWN]
+        for place in range(len(each))
     ]
 
 

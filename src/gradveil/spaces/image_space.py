@@ -12,7 +12,7 @@ from torch import Tensor
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.space import ExampleWords, Space
 from gradveil.metrics import identification, match_batch, mse, psnr, ssim, ssim_pairs
-from gradveil.metrics.image_similarity import WINDOW, finite
+from gradveil.metrics.image_similarity import SMALLEST, WINDOW, finite, window_side
 
 CONTRASTS = (1.0, 1.3, 1.7)
 """Contrast factors of the mean image as a baseline: SSIM rewards the contrast of a single image."""
@@ -77,9 +77,16 @@ class ImageSpace(Space):
 
     def unscored(self) -> Iterator[Problem]:
         """Find images that are too small for SSIM."""
-        if min(self.shape[-2:]) < WINDOW:
-            what = f"images are {' x '.join(str(side) for side in self.shape[-2:])} pixels, and SSIM needs {WINDOW}"
-            yield Problem("data.size", what, f"resize them to at least {WINDOW} pixels")
+        if min(self.shape[-2:]) < SMALLEST:
+            what = f"images are {' x '.join(str(side) for side in self.shape[-2:])} pixels, and SSIM needs {SMALLEST}"
+            yield Problem("data.size", what, f"resize them to at least {SMALLEST} pixels")
+
+    def of_trial(
+        self, candidates: Tensor, truths: Tensor, private: bool, certainty: Tensor | None = None
+    ) -> Mapping[str, Any]:
+        """Return the side of SSIM's window where images are too small for the usual one."""
+        side = window_side(*self.shape[-2:])
+        return {} if side == WINDOW else {"ssim_window": side}
 
     def repaired(self, views: Tensor) -> Tensor:
         """Make pixels that are not finite grey."""
@@ -108,7 +115,7 @@ class ImageSpace(Space):
     def scores(self, candidates: Tensor, truths: Tensor) -> Mapping[str, Tensor]:
         """Compute MSE and PSNR, and SSIM if the images are large enough for its window."""
         scores = {"mse": mse(candidates, truths), "psnr": psnr(candidates, truths)}
-        return scores | ({"ssim": ssim(candidates, truths)} if min(self.shape[1:]) >= WINDOW else {})
+        return scores | ({"ssim": ssim(candidates, truths)} if min(self.shape[1:]) >= SMALLEST else {})
 
     def similarity(self, candidates: Tensor, truths: Tensor) -> Tensor:
         """Compute SSIM; a candidate that is not finite gets -1."""

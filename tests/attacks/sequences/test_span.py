@@ -6,6 +6,7 @@ import torch
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.protocol import Observation
 from gradveil.attacks.sequences.span_attack import SpanAttack
+from gradveil.attacks.sequences.token_span import TokenSpan, token_span
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
@@ -108,6 +109,20 @@ def test_membership_fails_under_noise_and_ranking_does_not():
     assert SPACE.scores(ranked.inputs, ids.unsqueeze(0))["tokens"].item() > 0.8
 
 
+@pytest.mark.parametrize("rows", [False, True])
+def test_dropout_of_the_first_layers_inputs_is_undone_word_by_word(rows):
+    model, ids = encoder(), texts(1, seed=2)
+    mask = (torch.rand(LENGTH, 96, generator=torch.Generator().manual_seed(0)) > 0.1) / 0.9
+    hook = model.get_submodule(model.layout.norm).register_forward_hook(lambda _module, _inputs, x: x * mask)
+    client, observation = seen(model, ids, torch.tensor([0]))
+    hook.remove()
+    found = SpanAttack(ranked=True, rows=rows, prior_weight=0)([observation], client, Knowledge(SPACE, 2), Key(0))
+    assert torch.equal(found.inputs[0], ids)
+    assert found.status == ("converged",)  # the masks that fit prove every word
+    other = SpanAttack(rows=rows)([observation], client, Knowledge(SPACE, 2), Key(0))
+    assert SPACE.scores(other.inputs, ids.unsqueeze(0))["exact"].item() == 0
+
+
 @pytest.mark.parametrize("ranked", [False, True])
 def test_a_batch_of_more_tokens_than_directions_is_no_evidence_of_protection(ranked):
     model = initialise(small_encoder(vocabulary=WORDS, length=LENGTH, width=32), torch.Generator().manual_seed(0))
@@ -140,3 +155,16 @@ def test_pruning_that_leaves_no_word_in_the_span_ends_membership_and_not_ranking
     attack = SpanAttack(ranked=ranked, prior_weight=0.0)
     found = attack([Observation(observation.params, update, 1, (0,))], client, Knowledge(SPACE, 2), Key(0))
     assert bool(found.inputs.any()) == ranked
+
+
+def test_the_span_of_signs_holds_words_of_small_gradients_too():
+    generator = torch.Generator().manual_seed(0)
+    inputs, sizes = torch.randn(8, 96, generator=generator), 0.7 ** torch.arange(8)
+    gradients = [((torch.randn(96, 8, generator=generator) * sizes) @ inputs).sign() for _ in range(3)]
+    likeliest = torch.linalg.svd(torch.cat(gradients), full_matrices=False).Vh[:8]
+    plain = TokenSpan(likeliest, torch.ones(8), exact=False).residuals(inputs)
+    fitted = token_span(gradients, 8)
+    assert not fitted.exact
+    assert fitted.residuals(inputs).max() < 0.6 < plain.max()
+    mixed = token_span([gradients[0], 2 * gradients[1] + 0.1], 8)  # not signs
+    assert not torch.allclose(mixed.weights, torch.ones(8))

@@ -136,6 +136,12 @@ class SentenceSearch:
         second = torch.cat([self._second(one.words.unsqueeze(0)).flatten() for one in sentences])
         return float(last + second.clamp_min(_LEAST).log().quantile(_USUAL))
 
+    def first_residuals(self, ids: Tensor) -> Tensor:
+        """Return the first layer's residuals [..., T] of sentences [..., T]; infinity for words that are not listed."""
+        rows = torch.arange(ids.shape[-1])
+        same = self.candidates.words[rows] == ids.unsqueeze(-1)
+        return torch.where(same, self.candidates.residuals[rows], torch.inf).amin(-1)
+
     @property
     def _tests(self) -> bool:
         return self.second is not None and self.second.exact
@@ -173,9 +179,7 @@ class SentenceSearch:
 
     def _measured(self, ids: Tensor) -> _Beam:
         """Measure whole sentences [N, T] of candidates."""
-        rows = torch.arange(ids.shape[1])
-        same = self.candidates.words[rows].unsqueeze(0) == ids.unsqueeze(2)
-        residuals = torch.where(same, self.candidates.residuals[rows], torch.inf).amin(2)
+        residuals = self.first_residuals(ids)
         first = residuals.nan_to_num(posinf=1.0).clamp_min(_LEAST).log().sum(1)
         if self.prior is not None:
             first = first - self.prior_weight * self.prior(ids[:, :-1].flatten(), ids[:, 1:].flatten()).view(

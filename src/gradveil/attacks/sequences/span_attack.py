@@ -22,7 +22,7 @@ from gradveil.attacks.sequences.adapter_span import adapter_span
 from gradveil.attacks.sequences.sentence_search import MEMBER as SECOND_MEMBER
 from gradveil.attacks.sequences.sentence_search import LogPrior, Sentence, SentenceSearch, distinct
 from gradveil.attacks.sequences.token_answers import padded, text_space, token_problems, token_targets
-from gradveil.attacks.sequences.token_candidates import Candidates, rank_words
+from gradveil.attacks.sequences.token_candidates import DROPPED_MEMBER, Candidates, rank_words, with_dropped
 from gradveil.attacks.sequences.token_companions import TokenCompanions
 from gradveil.attacks.sequences.token_span import TOLERANCE, TokenSpan, is_pruned, token_span
 from gradveil.attacks.sequences.word_prior import word_pairs
@@ -57,6 +57,8 @@ _MOST = 1024
 """Members per position that are listed without a bag of words."""
 _RANKED = 16
 """Width of the beam under noise."""
+_DROPPED = 384
+"""Words per position that are tried as inputs of which dropout has zeroed a part."""
 _PROPOSED = 64
 """Width of the beam that proposes sentences by the first layer and the prior alone."""
 _IMPROVED = 3
@@ -160,6 +162,7 @@ class SpanSearch:
     rank: int = 0
     listed: tuple[TokenSpan, Candidates] | None = None
     units: tuple[Tensor, TokenSpan] | None = None
+    spans: tuple[Tensors, dict[tuple[int, int], TokenSpan]] | None = None
 
     def __post_init__(self) -> None:
         """Take what the search reads of the update."""
@@ -299,7 +302,14 @@ class SpanSearch:
         return found
 
     def span(self, layer: int, examples: int) -> TokenSpan:
-        """Return the span of a layer's inputs."""
+        """Return the span of a layer's inputs, computed once for what is left of the update."""
+        if self.spans is None or self.spans[0] is not self.rest:
+            self.spans = self.rest, {}
+        if (layer, examples) not in self.spans[1]:
+            self.spans[1][layer, examples] = self._span(layer, examples)
+        return self.spans[1][layer, examples]
+
+    def _span(self, layer: int, examples: int) -> TokenSpan:
         one = {name: value.unsqueeze(0) for name, value in self.rest.items()}
         gradients = [value[0] for value in self.layout.gradients(one, layer)]
         dtype = next(iter(self.params.values())).dtype
@@ -363,7 +373,8 @@ class SpanSearch:
     def ranked(self, span: TokenSpan) -> list[Sentence]:
         """Return the best distinct sentences among the best ranked words of each position."""
         examples, length = self.seen.examples, self.longest
-        search = self._searching(self.likely(span, self.attack.shortlist), examples, _RANKED, self.prior)
+        listed = self.likely(span, self.attack.shortlist)
+        search = self._searching(listed, examples, _RANKED, self.prior)
         if self.layout.causal:
             tried = distinct(search.run(_RANKED * length), examples)
             return [search.improved(one) for one in tried]
@@ -374,6 +385,11 @@ class SpanSearch:
             # Few tokens are good by chance: some that are as bad as wrong words are added to all sentences.
             return len(one.words) * (one.cost - usual) / (len(one.words) + _SHRUNK)
 
+        if span.exact and examples == 1:
+            # The second layer says nothing of inputs that dropout changed: the first alone proves a single sentence.
+            sure = [one for one in proposed if bool((search.first_residuals(one.words) < DROPPED_MEMBER).all())]
+            if sure:
+                return [replace(min(sure, key=cost), proved=True)]
         best = sorted(proposed, key=cost)[: _IMPROVED * examples]
         return distinct(sorted(map(search.improved, best), key=cost), examples)
 
@@ -381,8 +397,12 @@ class SpanSearch:
         """Return the best ranked words of each position, start and end among them."""
         rows = self.word_rows(self.seen.examples)
         bag = None if rows is None else rows.bag
-        listed = rank_words(self.model, self.layout, self.params, span, self.longest, count, bag)
-        return self._with_marks(listed, span)
+        dropped = span.exact and not self.layout.causal and 2 * span.rank <= span.basis.shape[1]
+        most = max(count, _DROPPED) if dropped else count
+        listed = rank_words(self.model, self.layout, self.params, span, self.longest, most, bag)
+        if dropped:
+            listed = with_dropped(self.model, self.layout, self.params, span, self._with_marks(listed, span))
+        return self._with_marks(Candidates(listed.words[:, :count], listed.residuals[:, :count]), span)
 
     @property
     def longest(self) -> int:

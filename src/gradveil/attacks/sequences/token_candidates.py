@@ -16,6 +16,17 @@ _WORDS = 8192
 """Words whose inputs are tested at once."""
 _MARGIN = 2
 """Times as many words as are kept are tested exactly."""
+DROPPED_MEMBER = 1e-3
+"""Largest residual of a member whose dropped numbers were guessed; true ones lie below 1e-4, wrong ones above 0.1."""
+_TRIED = 32
+"""Words whose masks are guessed at once; the search of a position ends where some fitted and the next do not."""
+_SWEEPS = 12
+"""Guesses of the numbers that dropout kept of an input."""
+_SOFTEST, _SOFT = 0.3, 1e-3
+"""Differences that weigh as much as none, in the first sweep and at least."""
+_RIDGE = 1e-9
+_KEPT = 0.5
+"""Least share of an input that dropout keeps."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,48 @@ class Candidates:
     def among(self, position: int, threshold: float) -> Tensor:
         """Return the words of a position whose residual is below the threshold."""
         return self.words[position][self.residuals[position] < threshold]
+
+
+@torch.no_grad()
+def with_dropped(
+    model: nn.Module, layout: TokenLayout, params: Tensors, span: TokenSpan, listed: Candidates
+) -> Candidates:
+    """Rank words again whose inputs are in the span once dropout has set some of their numbers to zero.
+
+    The span then holds m x for a mask m of zeros and ones, up to its scale. The member z of least |x - z|_1 equals
+    x where it was kept and 0 elsewhere, which shows m. A wrong word leaves more equations than its masks can meet.
+    """
+    rows = []
+    for position, (words, plain) in enumerate(zip(listed.words, listed.residuals, strict=True)):
+        residuals, found = plain.clone(), False
+        for start in range(0, len(words), _TRIED):
+            some = slice(start, start + _TRIED)
+            inputs = layout.first_inputs(model, params, position, words[some])
+            masks = _kept(span.basis, inputs)
+            rest = span.residuals(inputs * masks)
+            fits = (rest < DROPPED_MEMBER) & (masks.mean(-1) > _KEPT)
+            residuals[some] = torch.where(fits, rest, plain[some])
+            if found and not fits.any():
+                break
+            found = found or bool(fits.any())
+        rows.append(residuals)
+    residuals = torch.stack(rows)
+    order = residuals.argsort(dim=1, stable=True)
+    return Candidates(listed.words.gather(1, order), residuals.gather(1, order))
+
+
+def _kept(basis: Tensor, inputs: Tensor) -> Tensor:
+    """Return which numbers of each input [N, d] a span kept, 1 or 0, by weighted least squares of falling weights."""
+    x = inputs / inputs.square().mean(1, keepdim=True).sqrt()
+    member, masks = x @ basis.T @ basis, torch.ones_like(x)
+    ridge = _RIDGE * torch.eye(len(basis), dtype=basis.dtype, device=basis.device)
+    for sweep in range(_SWEEPS):
+        # The last sweeps fit the numbers that were kept, exactly.
+        weights = masks if sweep >= _SWEEPS - 2 else 1 / ((x - member).abs() + max(_SOFT, _SOFTEST / 2**sweep))
+        products = (weights.unsqueeze(1) * basis) @ basis.T + ridge
+        member = torch.linalg.solve(products, (weights * x) @ basis.T) @ basis
+        masks = ((x - member).abs() < member.abs()).to(x.dtype)
+    return masks
 
 
 @torch.no_grad()

@@ -19,6 +19,11 @@ TOLERANCE = 1e-6
 SPARE = 20
 """Directions that must be free for membership to mean anything."""
 _COMPLETIONS = 60
+_SIGNS = 0.999
+"""Least share of the largest magnitude that every entry of signs has."""
+_FIT_STEPS, _FIT_STEP = 100, 0.1
+_CONFIDENT = 3.0
+"""Mean size of the logits at which the fit of signs begins."""
 _PRUNED = 0.01
 """Share of zeros above which a gradient counts as pruned."""
 
@@ -59,6 +64,9 @@ def token_span(
     scaled = [g.double() / g.double().norm().clamp_min(1e-300) for g in gradients]
     stacked = torch.cat(scaled).nan_to_num(0, 0, 0)
     assumed = max(1, min(tokens, width - SPARE))
+    if all(map(_are_signs, gradients)):
+        basis = _fitted(stacked.sign(), assumed)
+        return TokenSpan(basis.to(dtype), torch.ones(assumed, dtype=dtype), exact=False)
     if is_pruned(gradients):
         stacked = _completed(stacked, assumed)
     _, sizes, directions = torch.linalg.svd(stacked, full_matrices=False)
@@ -84,3 +92,25 @@ def _completed(pruned: Tensor, rank: int) -> Tensor:
         top = directions[:, -rank:]
         matrix = torch.where(sent, pruned, matrix @ top @ top.T)
     return matrix
+
+
+def _are_signs(gradient: Tensor) -> bool:
+    """Report whether all entries have one magnitude."""
+    sizes = gradient.abs()
+    return bool(sizes.numel() and (sizes >= _SIGNS * sizes.max()).double().mean() > 1 - _PRUNED and sizes.max() > 0)
+
+
+@torch.enable_grad()
+def _fitted(signs: Tensor, rank: int) -> Tensor:
+    """Return the row space [rank, d] of a matrix of that rank with these signs, by logistic regression."""
+    left, sizes, right = torch.linalg.svd(signs.float(), full_matrices=False)
+    scale = sizes[:rank].sqrt()
+    sides = [left[:, :rank] * scale, right[:rank].T * scale]
+    size = (sides[0] @ sides[1].T).abs().mean()
+    sides = [(side * (_CONFIDENT / size).sqrt()).requires_grad_() for side in sides]
+    optimiser = torch.optim.Adam(sides, lr=_FIT_STEP)
+    for _ in range(_FIT_STEPS):
+        optimiser.zero_grad()
+        torch.nn.functional.softplus(-signs.float() * (sides[0] @ sides[1].T)).mean().backward()
+        optimiser.step()
+    return torch.linalg.qr(sides[1].detach())[0].T
