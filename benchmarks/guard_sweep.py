@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import copy
 import csv
-import platform
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gradveil.audit.audit_run import machine
 from gradveil.client import Client, ClientTask, Local, drawn_update, first_gradient
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
@@ -48,9 +48,10 @@ SEED = 0
 
 def facts() -> dict[str, Any]:
     """Say when and on what this was measured."""
+    here = machine("cpu")
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": "2 cores, AMD EPYC" if "x86" in platform.machine() else platform.machine(),
+        "machine": f"{here['cores']} cores, {here['cpu']}",
         "torch": torch.__version__,
         "seed": SEED,
     }

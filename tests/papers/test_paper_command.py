@@ -123,3 +123,8 @@ def test_a_figure_is_drawn_from_what_was_measured() -> None:
     assert "<svg" not in FORMATS["html"](replace(table, entry=paper.tables["T1"]))
     with pytest.raises(GradveilError, match="format"):
         paper.show("T1", format="pdf")
+
+
+def test_recording_says_when_there_is_nothing_to_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["paper", "record", "optimal-defenses", "--runs", str(tmp_path)]) == 1
+    assert "repeat it with --record" in capsys.readouterr().err

@@ -192,12 +192,19 @@ def record_runs(
     scale: Annotated[str | None, typer.Option(click_type=click.Choice(_SCALES), help=_HELP["of_scale"])] = None,
     records: RecordsOption = None,
 ) -> int:
-    """Write finished runs into the records: the scores of every image, and what each measurement took."""
+    """Write finished runs into the records: the scores of every image, and what each measurement took.
+
+    It takes runs with the tables' own settings; what ran with --set is recorded by that command with --record.
+    """
     from gradveil.papers import find_study
     from gradveil.papers.records import folder_to_write, write
 
     study = find_study(key)
     found = [each for each in study.local(runs) if each.scale == (scale or each.scale) and each.status == "complete"]
+    if not found:
+        typer.echo(f"Nothing recorded: {runs} has no finished run of {key} with the tables' own settings.", err=True)
+        typer.echo("What ran with --set is recorded by its own command: repeat it with --record.", err=True)
+        return 1
     for file in write(found, folder_to_write(records) / study.key):
         typer.echo(str(file))
     return 0
