@@ -59,7 +59,6 @@ def ours(name: str, clients: Clients) -> Attack:
     from dataclasses import replace
 
     from gradveil.attacks.attack_catalogue import make_attack
-    from gradveil.attacks.inversion.descent import Cosine
     from gradveil.attacks.knowledge import Knowledge
     from gradveil.attacks.protocol import Observation
     from gradveil.client import Client
@@ -82,7 +81,7 @@ def ours(name: str, clients: Clients) -> Attack:
     def attack(iterations: int) -> Tensor:
         if name == "r-gap":
             return made([seen], client, knowledge, Key(0)).inputs
-        descent = replace(made.descent, iterations=iterations, schedule=Cosine(min(50, iterations // 10)))
+        descent = replace(made.descent, iterations=iterations)
         some = replace(made, variants=(), descent=descent)
         if not plans:
             plans[0] = some.plan([seen], client, knowledge, Key(0))
