@@ -2,13 +2,13 @@
 
     python -m benchmarks.time_to_quality --data-dir FOLDER --peer PEERS/bin/python [--output FILE]
 
-Compared are Gradveil's `portfolio` with its first setting, on the schedule that a time budget gives it, its closed form
-`r-gap`, and two presets of the published `breaching` package (`sh benchmarks/peer_environment.sh PEERS`): the attack of
-"inverting gradients" and `modern`. Target clients are the first test images of CIFAR-10, one image an update, on the
-small network of the studies, untrained; labels are known. Every contender is a process with one thread that waits while
-another works. Each is asked for more and more iterations, since step sizes fall with the budget; the seconds to a
-quality are those of the first run whose mean SSIM reaches it. Breaching attacks one client after the other; Gradveil
-all at once. `--batch 8` compares updates of eight images.
+Compared are Gradveil's `portfolio` with its first setting, its closed form `r-gap`, and two presets of the published
+`breaching` package (`sh benchmarks/peer_environment.sh PEERS`): the attack of "inverting gradients" and `modern`.
+Target clients are the first test images of CIFAR-10, one image an update, on the small network of the studies,
+untrained; labels are known. Every contender is a process with one thread that waits while another works. Each is
+asked for more and more iterations, since step sizes fall with the budget; the seconds to a quality are those of the
+first run whose mean SSIM reaches it. Breaching attacks one client after the other; Gradveil all at once. `--batch 8`
+compares updates of eight images.
 """
 
 from __future__ import annotations
