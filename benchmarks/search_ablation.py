@@ -155,7 +155,7 @@ def measured(options: argparse.Namespace, done: set[tuple[str, ...]]) -> Iterato
                         "tv": attack.tv,
                         "iterations": iterations,
                         "ssim": round(float(scores.mean()), 3),
-                        "error": round(float((scores - first).std()) / count**0.5, 3),
+                        "error": round(float((scores - first).std(correction=0)) / max(1, count - 1) ** 0.5, 3),
                         "recovered": int((scores > 0.5).sum()),
                         "target_clients": count,
                         "seconds": round(seconds / count, 3),
