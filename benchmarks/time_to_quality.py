@@ -2,13 +2,13 @@
 
     python -m benchmarks.time_to_quality --data-dir FOLDER --peer PEERS/bin/python [--output FILE]
 
-Compared are Gradveil's `portfolio` with its first setting, on the schedule that a time budget gives it, its closed form
-`r-gap`, and two presets of the published `breaching` package (`sh benchmarks/peer_environment.sh PEERS`): the attack of
-"inverting gradients" and `modern`. Target clients are the first test images of CIFAR-10, one image an update, on the
-small network of the studies, untrained; labels are known. Every contender is a process with one thread that waits while
-another works. Each is asked for more and more iterations, since step sizes fall with the budget; the seconds to a
-quality are those of the first run whose mean SSIM reaches it. Breaching attacks one client after the other; Gradveil
-all at once. `--batch 8` compares updates of eight images.
+Compared are Gradveil's `portfolio` with its first setting, its closed form `r-gap`, and two presets of the published
+`breaching` package (`sh benchmarks/peer_environment.sh PEERS`): the attack of "inverting gradients" and `modern`.
+Target clients are the first test images of CIFAR-10, one image an update, on the small network of the studies,
+untrained; labels are known. Every contender is a process with one thread that waits while another works. Each is
+asked for more and more iterations, since step sizes fall with the budget; the seconds to a quality are those of the
+first run whose mean SSIM reaches it. Breaching attacks one client after the other; Gradveil all at once. `--batch 8`
+compares updates of eight images.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ def ours(name: str, clients: Clients) -> Attack:
     from dataclasses import replace
 
     from gradveil.attacks.attack_catalogue import make_attack
-    from gradveil.attacks.inversion.descent import Cosine
     from gradveil.attacks.knowledge import Knowledge
     from gradveil.attacks.protocol import Observation
     from gradveil.client import Client
@@ -82,7 +81,7 @@ def ours(name: str, clients: Clients) -> Attack:
     def attack(iterations: int) -> Tensor:
         if name == "r-gap":
             return made([seen], client, knowledge, Key(0)).inputs
-        descent = replace(made.descent, iterations=iterations, schedule=Cosine(min(50, iterations // 10)))
+        descent = replace(made.descent, iterations=iterations)
         some = replace(made, variants=(), descent=descent)
         if not plans:
             plans[0] = some.plan([seen], client, knowledge, Key(0))

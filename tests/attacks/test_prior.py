@@ -239,6 +239,8 @@ def test_the_step_size_warms_up_and_falls_along_a_cosine():
     assert max(scales) == pytest.approx(1.0)
     assert scales[59] == pytest.approx(0.5)
     assert scales[-1] == pytest.approx(0.0, abs=1e-6)
+    short = Descent(schedule=Cosine(warmup=10), iterations=20)
+    assert float(_scale(state, short, 1)) == 1.0, "the warm-up takes at most a tenth of the iterations"
 
 
 def test_halving_spends_less_and_keeps_the_best_restart():

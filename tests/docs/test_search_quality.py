@@ -38,3 +38,13 @@ def test_table_of_the_denoiser_holds_the_runs() -> None:
         (line,) = [line for line in lines if line[0] == f"`{run['defence']}`"]
         assert line[head.index(", ".join(weights))] == f"{float(run['ssim']):.2f}"
     assert 5 * len(lines) == len(runs)
+
+
+def test_table_of_steps_holds_the_runs() -> None:
+    head, *lines = rows("results.md", "### Steps of the search")
+    runs = recorded("search-ablation.csv")
+    for run in runs:
+        own = [f"`{run['model']}`", run["data"], f"`{run['defence']}`", run["iterations"]]
+        (line,) = [line for line in lines if line[:4] == own]
+        assert line[head.index(run["variant"])] == f"{float(run['ssim']):.2f}"
+    assert sum(bool(cell) for line in lines for cell in line[4:]) == len(runs)

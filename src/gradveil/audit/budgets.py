@@ -148,7 +148,7 @@ def _hurried(descent: Descent, iterations: int) -> Descent:
     Plateau(patience=400, factor=0.1)
     """
     few = isinstance(descent.schedule, Plateau) and iterations < _PLATEAUS * descent.schedule.patience
-    schedule = Cosine(min(50, max(1, iterations // 10))) if few else descent.schedule
+    schedule = Cosine() if few else descent.schedule
     return replace(descent, iterations=iterations, schedule=schedule)
 
 

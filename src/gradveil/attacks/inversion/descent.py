@@ -153,7 +153,10 @@ class Plateau:
 
 @dataclass(frozen=True)
 class Cosine:
-    """Raise the step size linearly over `warmup` iterations, then lower it to zero along half a cosine."""
+    """Raise the step size linearly over `warmup` iterations, then lower it to zero along half a cosine.
+
+    The warm-up takes at most a tenth of the iterations.
+    """
 
     warmup: int = 50
 
@@ -366,7 +369,7 @@ def _scale(state: Tensors, descent: Descent, iteration: int) -> Tensor:
         passed = sum(iteration + 1 >= share * descent.iterations for share in descent.schedule.at)
         return scale * descent.schedule.factor**passed
     if isinstance(descent.schedule, Cosine):
-        warm, count = descent.schedule.warmup, iteration + 1
+        warm, count = min(descent.schedule.warmup, descent.iterations // 10), iteration + 1
         if count <= warm:
             return scale * (count / warm)
         return scale * (0.5 * (1 + cos(pi * (count - warm) / max(1, descent.iterations - warm))))
