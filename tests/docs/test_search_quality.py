@@ -47,4 +47,5 @@ def test_table_of_steps_holds_the_runs() -> None:
         own = [f"`{run['model']}`", run["data"], f"`{run['defence']}`", run["iterations"]]
         (line,) = [line for line in lines if line[:4] == own]
         assert line[head.index(run["variant"])] == f"{float(run['ssim']):.2f}"
-    assert sum(bool(cell) for line in lines for cell in line[4:]) == len(runs)
+    own_rows = [line for line in lines if len(line) == len(head)]
+    assert sum(bool(cell) for line in own_rows for cell in line[4:]) == len(runs)
