@@ -232,6 +232,34 @@ def mainstream_models() -> str:
     return table(["model", "parameters", "works", "changes, or the problem", "gradient (s)", "iteration (s)"], rows)
 
 
+def every_defence() -> str:
+    """List what a non-adaptive attack and the best adaptive one recover behind each recorded defence."""
+    with (SRC.parent / "benchmarks/results/every-defence.csv").open(encoding="utf-8", newline="") as file:
+        recorded = list(csv.DictReader(file))
+    cells: dict[tuple[str, str], list[dict[str, str]]] = {}
+    for each in recorded:
+        cells.setdefault((each["defence"], each["data"]), []).append(each)
+
+    def told(line: dict[str, str] | None) -> str:
+        if line is None:
+            return "not run"
+        if line["failed"] or not line["asr"]:
+            return line["failed"]
+        low, high = (f"{100 * float(line[name]):.0f}" for name in ("asr_low", "asr_high"))
+        return f"{100 * float(line['asr']):.0f}% ({low}–{high}%), {float(line['ssim_mean']):.2f}"
+
+    def strength(line: dict[str, str]) -> tuple[float, float]:
+        return (float(line["asr"] or -1), float(line["ssim_mean"] or -1))
+
+    rows: list[list[str]] = []
+    for (defence, data), lines in cells.items():
+        naive = next((line for line in lines if line["attack"].startswith("ig-scheliga")), None)
+        adaptive = [line for line in lines if line is not naive]
+        best = max(adaptive, key=strength, default=None)
+        rows.append([f"`{defence}`", data, told(naive), told(best), f"`{best['attack']}`" if best else ""])
+    return table(["defence", "data", "non-adaptive", "adaptive", "best adaptive attack"], rows)
+
+
 def named(kind: str) -> str:
     """List names with their description and source."""
     return table(
@@ -423,6 +451,7 @@ TABLES = {
     "defences": defences,
     "models": models,
     "mainstream-models": mainstream_models,
+    "every-defence": every_defence,
     "data": lambda: named("data"),
     "runs": lambda: named("runs"),
     "papers": papers,

@@ -2,6 +2,7 @@
 
 import csv
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parents[2]
 
@@ -47,4 +48,16 @@ def test_table_of_steps_holds_the_runs() -> None:
         own = [f"`{run['model']}`", run["data"], f"`{run['defence']}`", run["iterations"]]
         (line,) = [line for line in lines if line[:4] == own]
         assert line[head.index(run["variant"])] == f"{float(run['ssim']):.2f}"
-    assert sum(bool(cell) for line in lines for cell in line[4:]) == len(runs)
+    own_rows = [line for line in lines if len(line) == len(head)]
+    assert sum(bool(cell) for line in own_rows for cell in line[4:]) == len(runs)
+
+
+def test_page_of_every_defence_shows_the_best_recorded_attack(hook: Any) -> None:
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in hook.every_defence().splitlines()[2:]]
+    runs = recorded("every-defence.csv")
+    assert len(lines) == len({run["defence"] for run in runs})
+    for defence, _, _, adaptive, best in lines:
+        own = [run for run in runs if f"`{run['defence']}`" == defence and run["asr"]]
+        known = [float(run["asr"]) for run in own if not run["attack"].startswith("ig-scheliga")]
+        assert adaptive.startswith(f"{100 * max(known):.0f}% ")
+        assert best.strip("`") in {run["attack"] for run in own}
