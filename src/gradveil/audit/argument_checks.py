@@ -278,9 +278,9 @@ def model_problems(
             problems += [problem for problem in check(model, some, loss) if problem not in problems]
     if not _stopped(problems):
         problems += target_problems(targets, len(class_names(model, inputs[:client_batch])))
-    hint = "; or let it be done: prepare=True"
+    hint = "" if prepare else "; or let it be done: prepare=True"
     problems = [replace(p, where=called(model, p.where)) for p in problems]
-    return [replace(p, remedy=p.remedy + hint) if surgery.__name__ in p.remedy and not prepare else p for p in problems]
+    return [replace(p, remedy=p.remedy + hint) if surgery.is_named_in(p.remedy) else p for p in problems]
 
 
 def _stopped(problems: Sequence[Problem]) -> bool:

@@ -56,7 +56,7 @@ def model_problems(experiment: Experiment) -> list[Problem]:
         classes=len(experiment.private.classes),
     )
     hint = "" if settings.prepare else "; or let it be done: --set model.prepare=true"
-    return [replace(p, remedy=p.remedy + hint) if surgery.__name__ in p.remedy else p for p in found]
+    return [replace(p, remedy=p.remedy + hint) if surgery.is_named_in(p.remedy) else p for p in found]
 
 
 class Obstacles(NamedTuple):

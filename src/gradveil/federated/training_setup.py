@@ -370,7 +370,7 @@ def setting_problems(setting: TrainingSetting) -> Iterator[Problem]:
 def _of_model(problem: Problem, model: nn.Module, config: TrainConfig) -> Problem:
     """Name the model in a problem, and offer `model.prepare` where it is the fix."""
     hint = "; or let it be done: --set model.prepare=true"
-    hint = hint if surgery.__name__ in problem.remedy and not config.model.prepare else ""
+    hint = hint if surgery.is_named_in(problem.remedy) and not config.model.prepare else ""
     return replace(problem, where=f"model: {called(model, problem.where)}", remedy=problem.remedy + hint)
 
 

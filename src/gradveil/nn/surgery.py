@@ -7,6 +7,7 @@ that calls a fused torch function, `prepare` computes the call by its formula (`
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
@@ -361,6 +362,11 @@ def prepare(
     if result is not original and compared is not None and not one_by_one and compared.difference(original, result):
         return prepare(model, batchnorm=batchnorm, groups=groups, batch=batch, loss=loss, compare="each")
     return (result if done else deepcopy(model)), done
+
+
+def is_named_in(remedy: str) -> bool:
+    """Return whether a problem's remedy is one of these functions: `prepare` applies it too."""
+    return re.search(r"gradveil\.nn\.(prepare|remove_inplace|replace_\w+)\(model", remedy) is not None
 
 
 def _with_masks(model: nn.Module, batch: Batch | None) -> nn.Module:

@@ -125,7 +125,7 @@ def _problems_of(model: nn.Module, batch: Batch, loss: Loss) -> list[Problem]:
         what = f"returns {type(outputs).__name__}{named}, not a tensor"
         if logits_in(outputs) is None:
             return [*problems, Problem("model", what, "wrap the model so that it returns the logits [B, K]")]
-        remedy = f"take its logits: {prepare.__module__}.prepare(model, batch=batch)"
+        remedy = "take its logits: gradveil.nn.prepare(model, batch=batch)"
         return [Problem("model", what, remedy), *_problems_of(logits_only(model), batch, loss)]
     if fatal := _output_problems(outputs, batch):
         return problems + fatal
@@ -162,7 +162,7 @@ def _forward_problems(model: nn.Module, inputs: Tensor, trace: Trace) -> tuple[l
         what = f"two passes over the same inputs differ: it draws random numbers that are not arguments{named}"
         remedy = "use gradveil.nn.Dropout, or a module derived from gradveil.nn.Stochastic"
         if any("dropout" in call for call in calls):  # torch.nn.functional's
-            remedy = f"call an nn.Dropout of the module, which gradveil.nn.replace_dropout(model) takes; or {remedy}"
+            remedy = f"call an nn.Dropout of the module, which gradveil.nn.replace_dropout takes; or {remedy}"
         problems.append(Problem(random, what, remedy))
     return problems, outputs
 
