@@ -171,7 +171,7 @@ def test_warnings_are_shown_and_stop_nothing(folder: Path, capsys: pytest.Captur
         (["check", "study.toml", "--data", "parquet:nowhere"], "is not there"),
         ([*ALONE, "--set", "model.options.width=3"], "model.width: is not an option"),
         ([*ALONE, "--set", "x"], "is not key=value"),
-        (["check", "--model", "lenet-zhu", "--data", "faces", "--size", "8"], "data.size: is 8 -> give at least 11"),
+        (["check", "--model", "lenet-zhu", "--data", "faces", "--size", "6"], "data.size: is 6 -> give at least 7"),
         (["check", "--model", "no_such:net", "--data", "faces"], "there is no module"),
     ],
 )

@@ -139,11 +139,14 @@ D = 16
 
 
 def network():
-    return nn.Sequential(nn.Linear(D, 8), nn.ReLU(), nn.Linear(8, 1), nn.Sigmoid())
+    return nn.Sequential(nn.Linear(D, 8), nn.ReLU(), nn.Linear(8, 2), nn.Linear(2, 1), nn.Sigmoid())
 
 
 def overflowing(star):
-    """Weights of a server: two units are infinite for one example, zero for others; their difference is no number."""
+    """Weights of a server: two outputs are infinite for one example, small for others; their difference is no number.
+
+    A difference of products would be one on processors that round only after the last sum.
+    """
     model = network()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -151,7 +154,8 @@ def overflowing(star):
         aim = star - 0.5
         model[0].weight[:2] = aim * 25
         model[0].bias[:2] = -25 * (aim @ star - 0.2 * aim.square().sum())
-        model[2].weight[0, :2] = torch.tensor([3e38, -3e38])
+        model[2].weight[:, :2] = 3e38
+        model[3].weight.copy_(torch.tensor([[1.0, -1.0]]))
     return Client(model)
 
 
