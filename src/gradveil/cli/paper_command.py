@@ -204,7 +204,7 @@ def record_runs(
     if not found:
         typer.echo(f"Nothing recorded: {runs} has no finished run of {key} with the tables' own settings.", err=True)
         typer.echo("What ran with --set is recorded by its own command: repeat it with --record.", err=True)
-        return 1
+        return 0
     for file in write(found, folder_to_write(records) / study.key):
         typer.echo(str(file))
     return 0
