@@ -154,6 +154,7 @@ CALLERS_OF_FOREIGN_CODE = {
         "gradveil.nn.formulas",
         "gradveil.nn.model_outputs",
         "gradveil.nn.models.libraries",
+        "gradveil.nn.models.own_text",
         "gradveil.nn.models.text_library",
     ),
     *(

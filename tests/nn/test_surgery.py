@@ -23,6 +23,7 @@ from gradveil.nn.surgery import (
     replace_batchnorm,
     replace_dropout,
     replace_layernorm,
+    replace_recurrent,
 )
 from tests.nn.test_models import assert_batched_equals_looped
 
@@ -240,3 +241,38 @@ def test_difference_beyond_rounding_is_noticed(times: float, noticed: bool) -> N
     assert (found is not None) == noticed
     if noticed:
         assert found == "a difference of 0.002% in the outputs"
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("both_ways", [True, False])
+def test_recurrent_layers_compute_the_same_step_by_step(kind, first, both_ways):
+    torch.manual_seed(0)
+    old = nn.Sequential(kind(5, 7, num_layers=2, batch_first=first, bidirectional=both_ways))
+    new, x = replace_recurrent(old), torch.randn(3, 4, 5)
+    assert [name for name, _ in old.named_parameters()] == [name for name, _ in new.named_parameters()]
+    for one, other in ((old(x), new(x)), (old(x[0]), new(x[0])), (old[0](x, old(x)[1]), new[0](x, old(x)[1]))):
+        torch.testing.assert_close(one, other)
+    assert not layer_problems(new)
+    assert layer_problems(old)
+
+
+def test_recurrent_layers_that_project_or_drop_out_stay():
+    for old in (nn.LSTM(5, 7, proj_size=3), nn.GRU(5, 7, num_layers=2, dropout=0.5)):
+        assert type(replace_recurrent(nn.Sequential(old))[0]) is type(old)
+
+
+def test_prepare_makes_a_recurrent_model_one_that_batches():
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps, self.head = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.steps(x)[0][:, -1])
+
+    torch.manual_seed(0)
+    batch = Batch(torch.randn(4, 5, 3), torch.arange(4) % 2)
+    prepared, done = prepare(Last(), batch=batch)
+    assert done == ["recurrent layers computed step by step: module 'steps'"]
+    assert not layer_problems(prepared)

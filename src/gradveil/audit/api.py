@@ -86,6 +86,7 @@ from gradveil.federated.training_setup import TrainingSetting, TrainingTrial, de
 from gradveil.federated.training_state import RoundResult, Status
 from gradveil.metrics import label_accuracy
 from gradveil.nn.module_paths import count_classes
+from gradveil.nn.token_layout import TokenModel
 from gradveil.spaces import ImageSpace
 
 _ARGUMENTS = {
@@ -251,7 +252,8 @@ def audit_model(
     kind = "images" if space is None else space.words.kind
     searches_first = attacks is None
     if attacks is None:
-        attacks = [FIRST_SEARCH[kind]]
+        unknown = isinstance(model, TokenModel) and not model.layout.attention
+        attacks = ["embedding-search" if unknown else FIRST_SEARCH[kind]]
     whole = _spelled_out(attacks, defences, public is not None, kind)
     if attacks and not whole:
         refuse([*problems, nothing_to_try(attacks, kind)])
@@ -510,7 +512,7 @@ def invert_update(
     problems: list[Problem] = []
     texts = text_arguments(model, truth, public, tokenizer, length, where="truth")
     space = _space_of(truth, public) if texts is None else texts.space
-    attack = attack or _usual_attack(space)
+    attack = attack or _usual_attack(space, model if texts is None else texts.model)
     made = named("attack", [attack], lambda text: make_attack(text, own=True), problems)
     against = named("defence", [defence], lambda text: parse(text, own=True), problems)
     if texts is not None:
@@ -571,9 +573,11 @@ def _space_of(*given: Any) -> Space | None:
     return next((each.example for each in given if isinstance(each, Dataset) and each.example is not None), None)
 
 
-def _usual_attack(space: Space | None) -> str:
+def _usual_attack(space: Space | None, model: nn.Module) -> str:
     if space is None or space.pictured:
         return "ig"
+    if isinstance(model, TokenModel) and not model.layout.attention:
+        return "embedding-search"
     return "tableak" if "columns" in space.offers else "span"
 
 

@@ -509,7 +509,7 @@ def _unbounded_guesses(rows: Sequence[Row]) -> Iterator[str]:
     """Explain a high baseline where no public examples say how many images a guess recovers."""
     known = {name for row in rows for _, _, scores in row.scores() for name in scores.get("expected") or ()}
     if "identified" in known and "identifiable" not in known:
-        yield (
+        yield rows[0].words.told(
             "Baseline: without public examples, it is the chance to tell an image from the others of its class. "
             "public=(inputs, labels), of which none is private, lowers it."
         )

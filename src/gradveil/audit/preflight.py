@@ -81,8 +81,8 @@ def obstacles(experiment: Experiment) -> Obstacles:
     """Find out before the first trial what would stop a later one: sizes, models, defended clients, attacks.
 
     An attack that was asked for by name and fits some of the defended clients leaves the others out; attackers that
-    stand for `adaptive` have to fit, for a verdict counts on them. Where updates were recorded, of
-    apps that share no public images, attackers may lack what they need: they are left out, as long as somebody is left.
+    stand for `adaptive` have to fit, for a verdict counts on them; of texts and where updates were recorded, attackers
+    may lack what they need, and are left out as long as somebody is left.
     """
     found = list(_obstacles(experiment))
     made = [each for each in found if isinstance(each, _Meeting) and not each.problems]
@@ -117,9 +117,14 @@ def _unfit_controls(experiment: Experiment) -> dict[tuple[int, str, str], str]:
 
 
 def _spared(experiment: Experiment, each: _Meeting, attacked: set[tuple[int, str]]) -> bool:
-    """Say whether a run can do without an attacker: on recorded updates, any of `adaptive`, if others are left."""
+    """Say whether a run can do without an attacker, as long as others are left.
+
+    It can on recorded updates, if the attacker stands for `adaptive`, and of texts: there models differ in what is
+    known of their layers, and clients in what they send.
+    """
     named = each.attack in without_aim(experiment.config.attacks)
-    return each[:2] in attacked and not named and not experiment.source.simulated
+    texts = "tokens" in experiment.space.offers
+    return each[:2] in attacked and (texts or not (named or experiment.source.simulated))
 
 
 def _obstacles(experiment: Experiment) -> Iterator[Problem | _Meeting]:

@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from gradveil.core.errors import fail
 from gradveil.data.dataset import Dataset
 from gradveil.data.given_texts import GivenTexts, Words, encode_texts, read_texts
-from gradveil.nn.models.hugging_face_text import INNER, reads_tokens, token_model
+from gradveil.nn.models.hugging_face_text import INNER, reads_tokens
+from gradveil.nn.models.own_text import padding_of_table, reading_tokens, word_table
 from gradveil.nn.token_layout import TokenModel
 from gradveil.spaces import TextSpace
 
 LONGEST = 64
 """Tokens that are looked for in an update, if nothing says how long its texts are."""
-
-
-WRAPPED = "attention computed eagerly behind an additive mask, LayerNorm by its formula"
-"""Changes that a wrapped model of transformers has."""
 
 
 class TextArguments(NamedTuple):
@@ -49,11 +47,12 @@ def text_arguments(
     if isinstance(examples, Dataset) and not isinstance(examples.example, TextSpace):
         return None
     if isinstance(examples, Dataset):
-        net = token_model(model, examples.space.shape[0])
+        ids, labels = _pair_of(examples)
+        net, changes = reading_tokens(model, ids[:1])
         own = None if public is None else _pair_of(public)
         assert isinstance(examples.example, TextSpace)
-        changes = () if net is model else (WRAPPED,)
-        return TextArguments(net, _pair_of(examples), own, examples.example, changes)
+        return TextArguments(net, (ids, labels), own, examples.example, changes)
+    table = word_table(model)
     reads = isinstance(model, TokenModel) or reads_tokens(model)
     if not (reads or tokenizer is not None or isinstance(examples, list | tuple | str | Mapping)):
         return None
@@ -63,34 +62,32 @@ def text_arguments(
     if read is None and examples is not None:
         what = f"holds no texts for a model that reads token numbers ({type(examples).__name__})"
         raise fail(where, what, "give (texts, labels), whole token numbers [N, T] with labels, or a tokenizer's dict")
-    net = token_model(model)
-    changes = () if net is model else (WRAPPED,)
-    words = Words(net.vocabulary_size, net.layout.padding, net.most_tokens)
+    if reads or table is None:
+        net, changes = reading_tokens(model, torch.zeros(1, 32, dtype=torch.long))
+        words, speaks = Words(net.vocabulary_size, net.layout.padding, net.most_tokens), net.layout.predicts_words
+    else:
+        words, speaks = Words(table.num_embeddings, padding_of_table(table)), False
     if read is None:
-        blank = GivenTexts([[net.layout.padding] * (length or min(LONGEST, net.most_tokens or LONGEST))], None)
+        longest = min(LONGEST, words.positions or LONGEST)
+        blank = GivenTexts([[words.padding] * (length or longest)], None)
         _, _, space = encode_texts(blank, where, words, tokenizer)
-        return TextArguments(_sized(net, model, space), None, None, space, changes)
-    if read.labels is None and not net.layout.predicts_words:
+        net, changes = reading_tokens(model, torch.zeros(1, *space.shape, dtype=torch.long))
+        return TextArguments(net, None, None, space, changes)
+    if read.labels is None and not speaks:
         raise fail(where, "has no labels, and the model is a classifier", "give (texts, labels), or a dict with both")
     ids, labels, space = encode_texts(read, where, words, tokenizer, length)
+    net, changes = reading_tokens(model, ids[:1])
     theirs = None if public is None else read_texts(public, "public")
     if public is not None and theirs is None:
         raise fail("public", f"is {type(public).__name__}", "give texts as in batch")
     if theirs is None:
-        return TextArguments(_sized(net, model, space), (ids, labels), None, space, changes)
+        return TextArguments(net, (ids, labels), None, space, changes)
     others, known, _ = encode_texts(theirs, "public", words, tokenizer, space.shape[0])
-    return TextArguments(_sized(net, model, space), (ids, labels), (others, known), space, changes)
+    return TextArguments(net, (ids, labels), (others, known), space, changes)
 
 
 def _pair_of(data: Any) -> tuple[Tensor, Tensor]:
     return (data.inputs, data.targets) if isinstance(data, Dataset) else (data[0], data[1])
-
-
-def _sized(net: TokenModel, given: nn.Module, space: TextSpace) -> TokenModel:
-    """Let a model that was wrapped here say how long its texts are."""
-    if net is not given:
-        net.input_shape = space.shape  # type: ignore[assignment]
-    return net
 
 
 def named_as(wrapped: nn.Module, given: nn.Module, update: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         replace_batchnorm,
         replace_dropout,
         replace_layernorm,
+        replace_recurrent,
     )
     from gradveil.nn.token_layout import own_loss
     from gradveil.nn.weight_files import put_weights, read_weights
@@ -66,6 +67,7 @@ else:
             "replace_batchnorm": "gradveil.nn.surgery",
             "replace_dropout": "gradveil.nn.surgery",
             "replace_layernorm": "gradveil.nn.surgery",
+            "replace_recurrent": "gradveil.nn.surgery",
             "with_cvb": "gradveil.nn.stochastic_layers",
             "with_dropout": "gradveil.nn.stochastic_layers",
             "with_keylock": "gradveil.nn.keylock",
@@ -105,6 +107,7 @@ __all__ = [
     "replace_batchnorm",
     "replace_dropout",
     "replace_layernorm",
+    "replace_recurrent",
     "with_cvb",
     "with_dropout",
     "with_keylock",

@@ -34,6 +34,7 @@ from gradveil.nn.initial_weights import drawing_from
 from gradveil.nn.model_outputs import returning_logits
 from gradveil.nn.module_paths import at, last_layer, put
 from gradveil.nn.normalisation import BatchStatistics, FrozenNorm, InstanceNorm, LayerNorm, group_norm
+from gradveil.nn.recurrence import Recurrence
 from gradveil.nn.stochastic_layers import Dropout
 
 TOLERANCE_DOUBLE, TOLERANCE = 1e-5, 5e-2
@@ -156,6 +157,7 @@ __all__ = [
     "replace_drop_path",
     "replace_dropout",
     "replace_layernorm",
+    "replace_recurrent",
 ]
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -166,6 +168,8 @@ BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Types of BatchNorm whose formula is known."""
 INSTANCENORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 """Types of InstanceNorm whose formula is known."""
+RECURRENT = (nn.RNN, nn.LSTM, nn.GRU)
+"""Types of recurrent layers whose formula is known."""
 BATCHNORM_WAYS = ("group", "frozen", "batch_statistics")
 """Replacements of BatchNorm: group normalisation, its frozen statistics, or the batch's statistics."""
 
@@ -285,6 +289,20 @@ def replace_layernorm(model: nn.Module) -> nn.Module:
     return _replace(model, new)
 
 
+def replace_recurrent(model: nn.Module) -> nn.Module:
+    """Replace `nn.RNN`, `nn.LSTM` and `nn.GRU` by loops over their steps, which torch can batch over target clients.
+
+    Those that drop out between layers, or project their outputs, stay; `check` reports them.
+    """
+
+    def new(old: nn.Module) -> nn.Module | None:
+        if not isinstance(old, nn.RNNBase) or not replaceable(old, RECURRENT):
+            return None
+        return None if (old.dropout and old.training) or old.proj_size else Recurrence(old)
+
+    return _replace(model, new)
+
+
 def replace_activations(model: nn.Module, relu_to: Callable[[], nn.Module] = nn.Softplus) -> nn.Module:
     """Replace every `nn.ReLU`, whose second derivative is zero, by another activation: `relu_to=nn.Sigmoid`."""
     return _replace(model, lambda old: relu_to() if isinstance(old, nn.ReLU) else None)
@@ -349,6 +367,7 @@ def prepare(
         replaced = replace_batchnorm(result, batchnorm, groups=groups, active_only=True)
         result = step(f"BatchNorm replaced ({batchnorm}){meant}", result, replaced, not meant)
     result = step("LayerNorm or InstanceNorm made explicit", result, replace_layernorm(result))
+    result = step("recurrent layers computed step by step", result, replace_recurrent(result))
     for what, explicit in (("hidden dropout", replace_dropout), ("stochastic depth", replace_drop_path)):
         after = _with_masks(explicit(result, active_only=True), batch)
         result = step(f"{what} made explicit", result, after)

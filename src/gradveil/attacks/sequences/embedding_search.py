@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -19,17 +20,20 @@ from torch import Generator, Tensor
 
 from gradveil.attacks.knowledge import How, Knowledge, Known
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, Remark, in_closed_form
-from gradveil.attacks.sequences.sentence_search import LogPrior
+from gradveil.attacks.sequences.bag_of_words import BagOfWords
+from gradveil.attacks.sequences.sentence_search import LogPrior, Sentence
 from gradveil.attacks.sequences.span_attack import SpanAttack, SpanSearch
 from gradveil.attacks.sequences.text_misfit import TextMisfit
 from gradveil.attacks.sequences.token_answers import padded, text_space, token_problems, token_targets
+from gradveil.attacks.sequences.token_candidates import Candidates
 from gradveil.attacks.sequences.word_prior import word_pairs
 from gradveil.attacks.simulated_updates import Simulated
 from gradveil.client import Client
 from gradveil.core.errors import Problem
 from gradveil.core.noise import Key
 from gradveil.core.settings import Checked, Range
-from gradveil.nn.token_layout import TokenModel
+from gradveil.core.tree import Tensors
+from gradveil.nn.token_layout import TokenLayout, TokenModel
 from gradveil.spaces.text_space import TextSpace
 
 _ROUND = 50
@@ -128,11 +132,13 @@ class EmbeddingSearch(Checked):
         """Return the misfit [V] at texts [V, B, T]."""
         seen, space = observations[-1], text_space(knowledge)
         assert knowledge.targets is not None
+        model = simulated_client.model
+        assert isinstance(model, TokenModel)
         found = []
         for place, texts in enumerate(inputs.long()):
             update = {name: value[place] for name, value in seen.update.items()}
             misfit = TextMisfit(simulated_client, seen.params, update)
-            found.append(misfit(_trimmed(texts, space), knowledge.targets[place]).detach().exp())
+            found.append(misfit(_trimmed(texts, space, model.layout), knowledge.targets[place]).detach().exp())
         return torch.stack(found)
 
     def match(
@@ -191,16 +197,29 @@ class _Search:
         model = self.simulated_client.model
         assert isinstance(model, TokenModel)
         self.generator: Generator = self.key.generator()
-        ranking = SpanAttack(ranked=True, rows=self.attack.rows)
-        self.spans = SpanSearch(
-            ranking, self.seen, self.client, self.simulated_client, self.knowledge, self.space, self.prior
-        )
-        self.params = self.spans.params
-        self.table = model.layout.word_table(self.params)
+        self.layout = model.layout
+        self.params = {name: value.detach() for name, value in self.seen.params.items()}
+        self.table = self.layout.word_table(self.params)
         update = {name: value[self.client] for name, value in self.seen.update.items()}
         self.misfit = TextMisfit(self.simulated_client, self.params, update)
-        self.listed = self.spans.likely(self.spans.span(0, self.seen.examples), self.attack.shortlist)
+        self.listed, self.ranked, self.proposals = self._starts(update)
         self.longest = len(self.listed.words)
+
+    def _starts(self, update: Tensors) -> tuple[Candidates, Callable[[], list[Sentence]], Callable[[], list[Sentence]]]:
+        """Return likely words, and how texts are proposed: one for each example, and one of each length."""
+        if not self.layout.attention:
+            public = None if self.knowledge.public is None else self.knowledge.public.inputs
+            most = max(self.attack.shortlist, self.seen.examples * self.space.shape[0])
+            rows = update if self.attack.rows else {}
+            bag = BagOfWords(rows, self.layout, self.space, self.seen.examples, most, self.prior, public)
+            return bag.listed(), bag.ranked, bag.proposed
+        ranking = SpanAttack(ranked=True, rows=self.attack.rows)
+        spans = SpanSearch(
+            ranking, self.seen, self.client, self.simulated_client, self.knowledge, self.space, self.prior
+        )
+        first = spans.span(0, self.seen.examples)
+        listed = spans.likely(first, self.attack.shortlist)
+        return listed, partial(spans.ranked, first), partial(spans.proposed, listed)
 
     def run(self) -> _Draft:
         """Return the best texts that were met."""
@@ -231,7 +250,7 @@ class _Search:
         """Return what ranking words proposes, with the labels that the last bias proves for them."""
         examples, space = self.seen.examples, self.space
         marks = [mark for mark in (space.start, space.end) if mark is not None]
-        texts = [one.words for one in self.spans.ranked(self.spans.span(0, examples))]
+        texts = [one.words for one in self.ranked()]
         texts += [torch.tensor(marks)] * (examples - len(texts))
         inputs = padded(texts, examples, space).unsqueeze(0)
         update = {name: value[self.client : self.client + 1] for name, value in self.seen.update.items()}
@@ -244,7 +263,7 @@ class _Search:
     def _labelled(self, draft: _Draft) -> _Draft:
         """Try every label of a single text, if none was granted: noise on the last bias may have changed its signs."""
         classes = self.knowledge.classes
-        granted = self.knowledge.targets is not None or self.spans.layout.predicts_words
+        granted = self.knowledge.targets is not None or self.layout.predicts_words
         if granted or len(draft.words) > 1 or classes > _LABELS:
             return draft
         tried = [self._measured(replace(draft, labels=torch.tensor([label]))) for label in range(classes)]
@@ -252,11 +271,11 @@ class _Search:
 
     def _measured(self, draft: _Draft) -> _Draft:
         ids = padded(draft.words, len(draft.words), self.space)
-        return replace(draft, misfit=float(self.misfit(_trimmed(ids, self.space), draft.labels)))
+        return replace(draft, misfit=float(self.misfit(_trimmed(ids, self.space, self.layout), draft.labels)))
 
     def _with_lengths(self, draft: _Draft) -> _Draft:
         """Compare lengths, sentence by sentence: of proposed texts, and after some steps."""
-        proposed = self.spans.proposed(self.listed)
+        proposed = self.proposals()
         if len(draft.words) == 1 and self.longest < self.space.shape[0]:
             proposed = [one for one in proposed if len(one.words) == self.longest]
         for place in range(len(draft.words)):
@@ -314,10 +333,10 @@ class _Search:
             for group in optimiser.param_groups:
                 group["lr"] = _STEP * min(1.0, 2 * (steps - step) / steps)
             shares = [one.softmax(1) for one in logits]
-            embedded = self.table[_trimmed(ids, self.space)].clone()
+            embedded = self.table[_trimmed(ids, self.space, self.layout)].clone()
             for row, (share, mixture) in enumerate(zip(shares, mixtures, strict=True)):
                 embedded[row, : len(share)] = torch.einsum("tk,tkd->td", share, self.table[mixture.words])
-            value = self.misfit(_trimmed(ids, self.space), draft.labels, embedded)
+            value = self.misfit(_trimmed(ids, self.space, self.layout), draft.labels, embedded)
             reached = float(value.detach())
             for share, mixture in zip(shares, mixtures, strict=True):
                 if mixture.pairs is not None:
@@ -422,7 +441,9 @@ def _with(draft: _Draft, place: int, words: Tensor) -> _Draft:
     return replace(draft, words=[*draft.words[:place], words, *draft.words[place + 1 :]])
 
 
-def _trimmed(texts: Tensor, space: TextSpace) -> Tensor:
-    """Return texts [B, T] without the positions that are padding in all of them."""
+def _trimmed(texts: Tensor, space: TextSpace, layout: TokenLayout) -> Tensor:
+    """Return texts [B, T] without the positions that are padding in all of them, if the model looks at no padding."""
+    if not layout.attention:
+        return texts
     used = (texts != space.padding).any(0).nonzero()
     return texts[:, : int(used.max()) + 1] if len(used) else texts[:, :1]

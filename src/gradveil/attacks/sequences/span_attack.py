@@ -99,7 +99,7 @@ class SpanAttack(Checked):
 
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
         """Refuse models whose first layers are not known."""
-        yield from token_problems(prospect.simulated_client, self.name)
+        yield from token_problems(prospect.simulated_client, self.name, attention=True)
 
     def __call__(
         self,

@@ -16,8 +16,11 @@ from gradveil.nn.token_layout import TokenModel
 from gradveil.spaces.text_space import TextSpace
 
 
-def token_problems(client: Client, name: str) -> Iterator[Problem]:
-    """Refuse models whose first layers are not known."""
+def token_problems(client: Client, name: str, attention: bool = False) -> Iterator[Problem]:
+    """Refuse models that read no texts, and those whose attention is not known, if it is needed."""
+    if attention and isinstance(client.model, TokenModel) and not client.model.layout.attention:
+        what = "solves for the inputs of attention, and nothing says where this model has it"
+        yield Problem(f"attack.{name}", what, "choose embedding-search or embedding-rows, or a model of transformers")
     if not isinstance(client.model, TokenModel):
         what = f"reads texts from the first layers of a language model, and {type(client.model).__name__} is none"
         remedy = "choose small-encoder or small-decoder, or wrap a model of transformers in HuggingFaceText"
@@ -50,8 +53,10 @@ def token_targets(seen: Observation, client: Client, knowledge: Knowledge, input
     target_clients, examples = inputs.shape[:2]
     zeros = torch.zeros(target_clients, examples, dtype=torch.long)
     model = client.model
-    bias = seen.update.get(f"{last_layer(model)}.bias")
-    if not isinstance(model, TokenModel) or model.layout.predicts_words or bias is None:
+    if not isinstance(model, TokenModel) or model.layout.predicts_words:
+        return zeros
+    bias = seen.update.get(f"{model.layout.head or last_layer(model)}.bias")
+    if bias is None:
         return zeros
     with torch.no_grad():
         outputs = torch.stack([call_on(model, {**seen.params, **client.objective.buffers()}, x) for x in inputs])

@@ -57,7 +57,7 @@ def word_rows(update: Mapping[str, Tensor], layout: TokenLayout, most: int) -> W
         return WordRows(bag, None, None)
     rows = rows.double()[layout.offset :]
     used = rows.norm(dim=1) > 0
-    if filled or bool(used.all()) or not bool(used.any()):
+    if filled or not bool(used.any()):
         return WordRows(bag, None, None)
     length = int(used.nonzero().max()) + 1
     shares = torch.linalg.lstsq(table[bag].T, rows[:length].T, driver="gelsd").solution.T

@@ -11,7 +11,16 @@ from torch.nn.parameter import is_lazy
 from gradveil.core.errors import Problem
 from gradveil.core.types import Batch
 from gradveil.nn.formulas import by_formula
-from gradveil.nn.surgery import BATCHNORMS, DROPOUTS, INSTANCENORMS, BatchNorm, InstanceNorms, replaceable, uses_batch
+from gradveil.nn.surgery import (
+    BATCHNORMS,
+    DROPOUTS,
+    INSTANCENORMS,
+    RECURRENT,
+    BatchNorm,
+    InstanceNorms,
+    replaceable,
+    uses_batch,
+)
 from gradveil.nn.token_layout import TokenModel
 
 Bounds = tuple[float | Tensor, float | Tensor]
@@ -209,6 +218,8 @@ def _recurrent(module: nn.Module) -> tuple[str, str]:
     if not isinstance(module, _RECURRENT):
         return "", ""
     what = f"{type(module).__name__} is recurrent, and torch cannot batch its derivatives over target clients"
+    if isinstance(module, nn.RNNBase) and replaceable(module, RECURRENT) and not module.proj_size:
+        return what, f"compute its steps one by one: {SURGERY}.replace_recurrent(model)"
     return what, "audit a model without recurrent layers, or write the recurrence with nn.Linear"
 
 

@@ -19,6 +19,7 @@ from gradveil.nn.initial_weights import drawing_from, initialise
 from gradveil.nn.lora import with_lora
 from gradveil.nn.models.libraries import LIBRARIES, Wanted, build_of_library
 from gradveil.nn.models.mlp import mlp
+from gradveil.nn.models.own_text import reading_tokens
 from gradveil.nn.models.resnet import resnet18, resnet20, resnet32, resnet34
 from gradveil.nn.models.small_cnn import cnn6, convnet, lenet_zhu, mnist_cnn_glaus, mnist_conv, scheliga_cnn
 from gradveil.nn.models.tabular import tabular_mlp, tabular_resnet
@@ -159,7 +160,7 @@ def build(
             {**sizes, "generator": generator},
             options,
             problems,
-            (facts["channels"], facts["size"], facts["size"]) if "channels" in facts else None,
+            facts,
         )
     entry = MODELS.get(name)
     if entry is None:
@@ -219,7 +220,7 @@ def _build_users(
     arguments: Mapping[str, Any],
     options: Mapping[str, Any],
     problems: list[Problem],
-    shape: tuple[int, int, int] | None,
+    facts: Mapping[str, Any],
 ) -> nn.Module:
     try:
         factory = _factory(path)
@@ -254,9 +255,15 @@ def _build_users(
     if not isinstance(model, nn.Module):
         what = f"returned {type(model).__name__}, not a torch.nn.Module"
         raise fail(f"model {path}", what, "return the model from the factory")
-    if shape is not None and not hasattr(model, "input_shape"):
-        object.__setattr__(model, "input_shape", shape)
-    return model
+    if "channels" in facts and not hasattr(model, "input_shape"):
+        object.__setattr__(model, "input_shape", (facts["channels"], facts["size"], facts["size"]))
+    if "vocabulary" not in facts:
+        return model
+    reader, _ = reading_tokens(model, torch.full((1, facts["length"]), facts["padding"]))
+    if reader.vocabulary_size < facts["vocabulary"]:
+        what = f"embeds {reader.vocabulary_size} words, and the data have {facts['vocabulary']}"
+        raise fail(f"model {path}", what, "let the factory take vocabulary, and make the word table as large")
+    return reader
 
 
 def _missing(path: str, parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> Iterator[Problem]:

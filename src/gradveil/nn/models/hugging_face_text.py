@@ -153,11 +153,6 @@ def reads_tokens(model: object) -> bool:
     return hasattr(config, "model_type") and hasattr(model, "get_input_embeddings") and hasattr(config, "vocab_size")
 
 
-def token_model(model: nn.Module, length: int = 32) -> TokenModel:
-    """Return a model that takes token numbers: itself, or one of transformers in `HuggingFaceText`."""
-    return model if isinstance(model, TokenModel) else HuggingFaceText(model, length)
-
-
 def padding_of(config: Any) -> int:
     """Return the number of padding; families without one pad with the token that ends texts."""
     ends = config.eos_token_id
@@ -185,7 +180,9 @@ def _problems(inner: Any) -> Iterator[Problem]:
     kind = getattr(config, "model_type", None)
     if kind not in FAMILIES:
         what = f"the first layers of '{kind or type(inner).__name__}' are not known"
-        yield Problem("model", what, f"choose a model of: {', '.join(FAMILIES)}")
+        yield Problem(
+            "model", what, f"choose a model of: {', '.join(FAMILIES)}; or look token numbers up in an nn.Embedding"
+        )
         return
     family, fix = FAMILIES[kind], "give a ...ForSequenceClassification, or a causal language model"
     missing = [path for path in (family["words"], family["norm"]) if not _has(inner, path)]

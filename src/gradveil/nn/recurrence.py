@@ -1,0 +1,72 @@
+"""Recurrent layers step by step: torch's own cannot be batched over target clients, nor differentiated twice there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Recurrence(nn.Module):
+    """What an `nn.RNN`, `nn.LSTM` or `nn.GRU` computes, with its parameters under their names.
+
+    Inputs are tensors, not packed sequences; layers follow each other without dropout, and outputs are not projected.
+    """
+
+    def __init__(self, old: nn.RNNBase) -> None:
+        """Take the settings and the parameters of a layer."""
+        super().__init__()
+        self.mode, self.layers, self.width = old.mode, old.num_layers, old.hidden_size
+        self.batch_first, self.both_ways = old.batch_first, old.bidirectional
+        for name, value in old.named_parameters():
+            self.register_parameter(name, value)  # tied ones stay tied
+
+    def extra_repr(self) -> str:
+        """Say what is computed."""
+        return f"{self.mode}, layers={self.layers}, width={self.width}"
+
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        """Return the outputs of the last layer, and the last states of all: h, of an LSTM (h, c)."""
+        steps = x.transpose(0, 1) if self.batch_first and x.dim() == 3 else x
+        given = (state,) if isinstance(state, Tensor) else state
+        ends: list[tuple[Tensor, ...]] = []
+        for layer in range(self.layers):
+            outputs = []
+            for way in ("", "_reverse") if self.both_ways else ("",):
+                here = None if given is None else tuple(part[len(ends)] for part in given)
+                found, end = self._run(steps.flip(0) if way else steps, f"_l{layer}{way}", here)
+                outputs.append(found.flip(0) if way else found)
+                ends.append(end)
+            steps = torch.cat(outputs, -1)
+        last = tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
+        outputs = steps.transpose(0, 1) if self.batch_first and x.dim() == 3 else steps
+        return outputs, last if self.mode == "LSTM" else last[0]
+
+    def _run(self, steps: Tensor, suffix: str, state: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Run one direction of a layer over the steps [T, ..., d]; return all outputs and the last state."""
+        weight_in, weight = getattr(self, f"weight_ih{suffix}"), getattr(self, f"weight_hh{suffix}")
+        bias_in, bias = getattr(self, f"bias_ih{suffix}", None), getattr(self, f"bias_hh{suffix}", None)
+        if state is None:
+            zeros = torch.zeros_like(steps[0, ..., :1]).expand(*steps.shape[1:-1], self.width)
+            state = (zeros, zeros) if self.mode == "LSTM" else (zeros,)
+        outputs = []
+        for seen in F.linear(steps, weight_in, bias_in).unbind():
+            state = self._next(seen, F.linear(state[0], weight, bias), state)
+            outputs.append(state[0])
+        return torch.stack(outputs), state
+
+    def _next(self, seen: Tensor, kept: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the next state, from the products with the step's input and with the last output."""
+        if self.mode == "LSTM":
+            enter, forget, new, leave = (seen + kept).chunk(4, -1)
+            cell = forget.sigmoid() * state[1] + enter.sigmoid() * new.tanh()
+            return leave.sigmoid() * cell.tanh(), cell
+        if self.mode == "GRU":
+            (reset, update, new), (reset_kept, update_kept, new_kept) = seen.chunk(3, -1), kept.chunk(3, -1)
+            share = (update + update_kept).sigmoid()
+            candidate = (new + (reset + reset_kept).sigmoid() * new_kept).tanh()
+            return ((1 - share) * candidate + share * state[0],)
+        total = seen + kept
+        return (total.tanh() if self.mode == "RNN_TANH" else total.relu(),)

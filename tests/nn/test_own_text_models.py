@@ -1,0 +1,81 @@
+"""A user's module of token numbers: the word table and positions are found, and the rest is refused with a remedy."""
+
+import pytest
+import torch
+from torch import nn
+
+import gradveil
+from gradveil.core.errors import GradveilError
+from gradveil.nn.models import build
+from gradveil.nn.models.own_text import OwnText, reading_tokens
+from tests.nn.own_text_models import Columns, Convolution, OwnClassifier, Recurrent, Transformer
+
+WORDS, LENGTH = 60, 8
+FACTS = {"vocabulary": WORDS, "length": LENGTH, "padding": 0}
+
+
+def texts(count: int = 1):
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randperm(WORDS - 1, generator=generator)[:LENGTH] + 1 for _ in range(count)]
+    return torch.stack(rows), torch.arange(count) % 2
+
+
+def update(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor):
+    model.zero_grad()
+    nn.functional.cross_entropy(model(ids), labels).backward()
+    return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+
+
+def test_tables_are_told_apart_by_what_they_are_given():
+    ids, _ = texts()
+    model = OwnText(Transformer(WORDS, LENGTH), ids)
+    assert (model.layout.words, model.layout.positions) == ("inner.table", "inner.places")
+    assert (model.layout.offset, model.layout.padding, model.vocabulary_size) == (0, 0, WORDS)
+    assert reading_tokens(model, ids) == (model, ())
+
+
+@pytest.mark.parametrize("model", [Columns(WORDS), nn.Sequential(OwnClassifier(WORDS), nn.Linear(3, 3))])
+def test_a_model_that_reads_no_texts_is_refused_with_its_reason(model):
+    with pytest.raises(GradveilError) as caught:
+        OwnText(model, texts()[0])
+    assert caught.value.problems[0].where == "model"
+    assert caught.value.problems[0].remedy
+
+
+@pytest.mark.parametrize("kind", [Transformer, Convolution, Recurrent])
+def test_the_words_of_an_update_come_back(kind):
+    torch.manual_seed(0)
+    model, (ids, labels) = kind(WORDS, LENGTH), texts()
+    found = gradveil.invert(model, update(model, ids, labels), truth=(ids, labels), prepare=True)
+    assert found.metrics["recall"] == 1
+    if kind is Transformer:  # positions give the order
+        assert found.metrics["exact"] == 1
+
+
+def test_a_bag_of_words_identifies_its_sentence_though_no_order_is_known():
+    torch.manual_seed(0)
+    ids, labels = texts(36)
+    result = gradveil.audit(OwnClassifier(WORDS), (ids, labels), target_clients=8, attacks=["embedding-rows"])
+    assert result.verdicts[0].level == "leaks"
+
+
+def test_adaptive_leaves_out_what_needs_the_inputs_of_attention():
+    torch.manual_seed(0)
+    ids, labels = texts(18)
+    result = gradveil.audit(
+        OwnClassifier(WORDS), (ids, labels), target_clients=1, attacks=["adaptive"], defences=["prune(0.5)"]
+    )
+    on_it = (trial for trial in result.trials if trial.info["defence"] == "prune(0.5)")
+    apply = {trial.info["attack"]: trial.failed is None for trial in on_it}
+    assert apply["embedding-rows"]
+    assert not apply["span"]
+
+
+def test_a_factory_of_a_users_text_model_is_wrapped_and_has_to_embed_all_words():
+    def made(path: str) -> nn.Module:
+        generator = torch.Generator().manual_seed(0)
+        return build(f"tests.nn.own_text_models:{path}", example=FACTS, classes=2, generator=generator)
+
+    assert isinstance(made("Transformer"), OwnText)
+    with pytest.raises(GradveilError, match="embeds 30 words"):
+        made("small")
