@@ -99,6 +99,7 @@ LAWS = {
     "ternary": Law(("ternary", "ternary(clip=1.5)"), surrogate=True, identity=False),
     "quantise": Law(("quantise(bits=3)", "quantise(bits=4, scale=max)"), surrogate=True, identity=False),
     "minmax": Law(("minmax(ratio=0.7)",)),
+    "svdefense": Law(("svdefense(energy=0.7)", "svdefense(energy=0.8, least=0.8, channels=equal)")),
     "standin": Law(
         (
             "standin",

@@ -27,6 +27,8 @@ OWN_DRAWS: dict[str, How] = {"model.*.lock.*": Sample(every_iteration=False), "m
 """A non-adaptive attack draws the model's noise as a client does. It draws a lock once, since a client keeps it."""
 MASKS: dict[str, How] = {"send.*mask.*": Infer(), "step.*mask.*": Infer()}
 """Masks of pruned entries, inferred from the zeros of the update."""
+SHOWN: dict[str, How] = {**MASKS, "*.directions.*": Infer(), "*.loads.*": Infer()}
+"""What an update shows of itself: masks, and of a layer of low rank what its rows span, with their coordinates."""
 BORDERS: dict[str, How] = {"send.*border.*": Infer(), "step.*border.*": Infer()}
 """The bounds of pruned entries: the smallest (or largest) magnitude that was sent. Violations add to the objective."""
 BATCHES: dict[str, How] = {
@@ -145,12 +147,12 @@ def ig_scheliga() -> Inversion:
 
 def wiig() -> Inversion:
     """WIIG: an oracle that knows every random tensor: an upper bound, not a threat."""
-    return _targeted("wiig", {**MASKS, "*border.*": Neutral(), "*.sent.*": Neutral(), "*": Known()})
+    return _targeted("wiig", {**SHOWN, "*border.*": Neutral(), "*.sent.*": Neutral(), "*": Known()})
 
 
 def gpia() -> Inversion:
     """GPIA: the simulated gradient is multiplied by the mask inferred from the zeros of the update."""
-    return _targeted("gpia", {**MASKS, **OWN_DRAWS})
+    return _targeted("gpia", {**SHOWN, **OWN_DRAWS})
 
 
 def vbia() -> Inversion:
@@ -190,11 +192,11 @@ def dia() -> Inversion:
 def cdia() -> Inversion:
     """CDIA, the combined targeted attack: secrets of the defence are inferred from the update, or else optimised.
 
-    Masks of pruned entries are inferred from zeros. Dropout masks (kept near their rate), bottleneck noise and the
-    numbers by which images are mixed or transformed are optimised with the inputs. Additive noise is taken as zero, its
-    mean. Against an undefended client this is `ig-scheliga`.
+    Masks of pruned entries are inferred from zeros, the directions of a low rank from the rows. Dropout masks (kept
+    near their rate), bottleneck noise and the numbers by which images are mixed or transformed are optimised with the
+    inputs. Additive noise is taken as zero, its mean. Against an undefended client this is `ig-scheliga`.
     """
-    return _targeted("cdia", {**_DROPPED, "model.*": Optimise(), **BATCHES, **MASKS})
+    return _targeted("cdia", {**_DROPPED, "model.*": Optimise(), **BATCHES, **SHOWN})
 
 
 def portfolio() -> Inversion:
@@ -290,5 +292,5 @@ def ggl(population: Annotated[int, Range(2, integer=True), "Candidates of one ge
         images=Trained(),
         labels="idlg",
         simulated_client="full",
-        knowledge={"public": Known(), **MASKS, **OWN_DRAWS},
+        knowledge={"public": Known(), **SHOWN, **OWN_DRAWS},
     )

@@ -14,6 +14,7 @@ from gradveil.defences.entry import DefenceEntry
 from gradveil.defences.error_feedback import Feedback
 from gradveil.defences.feature_hiding import Outpost, Soteria
 from gradveil.defences.guarantees import Privacy, examine
+from gradveil.defences.low_rank import LowRank
 from gradveil.defences.model_defences import CvbSurgery, DropoutSurgery, KeyLockSurgery, PrecodeSurgery
 from gradveil.defences.optimal import OptimalNoise, OptimalPruning
 from gradveil.defences.pruning import Dual, Magnitude, Pruning
@@ -43,6 +44,7 @@ __all__ = [
     "KeyLockSurgery",
     "LabelSmoothing",
     "Laplacian",
+    "LowRank",
     "Magnitude",
     "MinMax",
     "Mixup",

@@ -19,6 +19,7 @@ from gradveil.defences.deployed_filters import FILTERS
 from gradveil.defences.dp import CLIPS, PRIVATE
 from gradveil.defences.entry import DefenceEntry, Slot
 from gradveil.defences.feature_hiding import HIDING
+from gradveil.defences.low_rank import LOW_RANK
 from gradveil.defences.model_defences import MODEL_DEFENCES
 from gradveil.defences.optimal import INFORMED
 from gradveil.defences.orthogonal import ORTHOGONAL
@@ -43,6 +44,7 @@ _ENTRIES = (
     *PRUNING,
     *ALIGNED,
     *COMPRESSING,
+    *LOW_RANK,
     *STANDIN,
     *ORTHOGONAL,
     *INFORMED,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.inversion.inversion import Inversion
-from gradveil.attacks.inversion_presets import MASKS, OWN_DRAWS, ig
+from gradveil.attacks.inversion_presets import OWN_DRAWS, SHOWN, ig
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.malicious.caught_examples import Catch, catches, combined
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction
@@ -281,5 +281,5 @@ def _labelled(knowledge: Knowledge, catch: Catch) -> Knowledge:
 def fishing() -> Fishing:
     """Fishing for one class by the last layer, then IG; each observed round fishes for another class."""
     settings = {field.name: getattr(ig(), field.name) for field in fields(Inversion)}
-    knowledge = {**MASKS, **OWN_DRAWS}  # used with simulated_client=full
+    knowledge = {**SHOWN, **OWN_DRAWS}  # used with simulated_client=full
     return Fishing(**{**settings, "name": "fishing", "labels": "restore", "rounds": "all", "knowledge": knowledge})

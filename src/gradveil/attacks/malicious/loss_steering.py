@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gradveil.attacks.inversion.inversion import Inversion
-from gradveil.attacks.inversion_presets import MASKS, OWN_DRAWS, ig
+from gradveil.attacks.inversion_presets import OWN_DRAWS, SHOWN, ig
 from gradveil.attacks.knowledge import Knowledge, Known
 from gradveil.attacks.malicious.caught_examples import Catch
 from gradveil.attacks.malicious.fishing import Fishing
@@ -121,5 +121,5 @@ def _blank(client: Client, knowledge: Knowledge) -> Tensor:
 def steering() -> Steering:
     """Loss steering to one class by a trained last layer, then IG; each observed round takes another class."""
     settings = {field.name: getattr(ig(), field.name) for field in fields(Inversion)}
-    knowledge = {"public": Known(), **MASKS, **OWN_DRAWS}
+    knowledge = {"public": Known(), **SHOWN, **OWN_DRAWS}
     return Steering(**{**settings, "name": "steering", "labels": "restore", "rounds": "all", "knowledge": knowledge})
