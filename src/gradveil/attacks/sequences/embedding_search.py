@@ -19,6 +19,7 @@ from torch import Generator, Tensor
 
 from gradveil.attacks.knowledge import How, Knowledge, Known
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, Remark, in_closed_form
+from gradveil.attacks.sequences.guessed_tokens import with_guesses
 from gradveil.attacks.sequences.sentence_search import LogPrior
 from gradveil.attacks.sequences.span_attack import SpanAttack, SpanSearch
 from gradveil.attacks.sequences.text_misfit import TextMisfit
@@ -69,6 +70,8 @@ class EmbeddingSearch(Checked):
 
     needs: ClassVar[str] = "tokens"
     simulated_client: ClassVar[Literal["naive", "full"]] = "full"
+    undo: ClassVar[bool] = True
+    """Texts are searched as the client trains on them; what it masked is guessed afterwards."""
 
     @property
     def knowledge(self) -> Mapping[str, How]:
@@ -107,13 +110,15 @@ class EmbeddingSearch(Checked):
             targets = targets.sort(1).values
         misfit = torch.tensor(misfits).double().exp()
         result = in_closed_form(inputs, targets, misfit, torch.isfinite(misfit), began, progress)
-        return replace(
+        result = replace(
             result,
             initial=torch.tensor(starts).double().exp(),
             iterations=result.iterations * self.steps,
-            match=Simulated(simulated_client, observations).match(inputs, targets, key),
+            match=_simulated(simulated_client, observations).match(inputs, targets, key),
             remarks=(Remark("{}% of the update not explained by the texts", tuple((100 * misfit).tolist())),),
         )
+        public = None if knowledge.public is None else knowledge.public.inputs
+        return with_guesses(result, simulated_client, prior, public, space)
 
     def evaluate(
         self,
@@ -147,7 +152,12 @@ class EmbeddingSearch(Checked):
     ) -> Tensor:
         """Return the distance from the update, and the likelihood of the rest as noise, at texts [V, B, T]."""
         assert knowledge.targets is not None
-        return Simulated(simulated_client, observations).match(inputs, knowledge.targets, key)
+        return _simulated(simulated_client, observations).match(inputs, knowledge.targets, key)
+
+
+def _simulated(client: Client, observations: Sequence[Observation]) -> Simulated:
+    """Simulate the client from the texts that it trains on: its batch defence has changed them already."""
+    return Simulated(replace(client, batch=()), observations)
 
 
 @dataclass(frozen=True, eq=False)

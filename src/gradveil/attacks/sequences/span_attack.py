@@ -19,6 +19,7 @@ from torch import Tensor
 from gradveil.attacks.knowledge import How, Knowledge, Known
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, Remark, in_closed_form
 from gradveil.attacks.sequences.adapter_span import adapter_span
+from gradveil.attacks.sequences.guessed_tokens import with_guesses
 from gradveil.attacks.sequences.sentence_search import MEMBER as SECOND_MEMBER
 from gradveil.attacks.sequences.sentence_search import LogPrior, Sentence, SentenceSearch, distinct
 from gradveil.attacks.sequences.token_answers import padded, text_space, token_problems, token_targets
@@ -135,7 +136,8 @@ class SpanAttack(Checked):
             Remark(f"{{}} of {width} directions of the first layer filled", tuple(ranks)),
             Remark(f"{{}} of {seen.examples} sentences proved by both layers", tuple(proofs)),
         )
-        return replace(result, remarks=remarks)
+        public = None if prior is None or knowledge.public is None else knowledge.public.inputs
+        return with_guesses(replace(result, remarks=remarks), simulated_client, prior, public, space)
 
     def _prior(self, knowledge: Knowledge, space: TextSpace) -> LogPrior | None:
         if not self.ranked or not self.prior_weight or knowledge.public is None:

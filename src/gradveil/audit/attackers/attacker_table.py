@@ -295,10 +295,10 @@ def parts_of(defence: str) -> list[Part]:
         return [known for part in several for known in parts_of(part)] if len(several) > 1 else [(_UNKNOWN, ())]
 
 
-def aimed_by(server: Server, defence: str | DefenceEntry, kind: str = "images") -> list[str]:
+def aimed_by(server: Server, defence: str | DefenceEntry, kind: str | None = None) -> list[str]:
     """List the attacks of a server on a defence, or on any of an entry of the catalogue, whatever the update is.
 
-    `kind` is that of the examples.
+    `kind` is that of the examples: without it, images, or what an entry is for.
 
     >>> aimed_by("curious", "dropout"), aimed_by("curious", "dropout + what an object is called")
     (['portfolio', 'learned', 'dia'], ['portfolio', 'learned', 'dia'])
@@ -306,6 +306,7 @@ def aimed_by(server: Server, defence: str | DefenceEntry, kind: str = "images") 
     ('rob(bins=512)', 2)
     """
     parts = parts_of(defence) if isinstance(defence, str) else [(_traits(defence), defence.adaptive)]
+    kind = kind or ("images" if isinstance(defence, str) else defence.kind)
     named = [text for _, texts in parts for text in texts if server == "curious"]
     chosen = (
         text
