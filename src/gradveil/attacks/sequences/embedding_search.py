@@ -23,7 +23,7 @@ from gradveil.attacks.sequences.guessed_tokens import with_guesses
 from gradveil.attacks.sequences.sentence_search import LogPrior
 from gradveil.attacks.sequences.span_attack import SpanAttack, SpanSearch
 from gradveil.attacks.sequences.text_misfit import TextMisfit
-from gradveil.attacks.sequences.token_answers import padded, text_space, token_problems, token_targets
+from gradveil.attacks.sequences.token_answers import attention_problems, padded, text_space, token_targets
 from gradveil.attacks.sequences.word_prior import word_pairs
 from gradveil.attacks.simulated_updates import Simulated
 from gradveil.client import Client
@@ -79,8 +79,8 @@ class EmbeddingSearch(Checked):
         return {"public": Known()} if self.fluency else {}
 
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
-        """Refuse models whose first layers are not known."""
-        yield from token_problems(prospect.simulated_client, self.name)
+        """Refuse models whose first layers are not known, or not trained."""
+        yield from attention_problems(prospect.simulated_client, self.name)
 
     def __call__(
         self,

@@ -31,6 +31,7 @@ Fact = Literal[
     "running statistics",
     "changed update",
     "public examples",
+    "trained embeddings",
 ]
 """What can be so of a client's update."""
 
@@ -65,6 +66,7 @@ FACTS: dict[Fact, tuple[str, str]] = {
         "public examples of that shape are given",
         "no public examples to learn a prior from are given",
     ),
+    "trained embeddings": ("word embeddings are trained", "the word embeddings are frozen"),
 }
 """What each fact says, and what is the case where it does not hold."""
 
@@ -162,13 +164,19 @@ RULES: tuple[Rule, ...] = (
     ),
     # Texts: what the first layers' gradients span.
     Rule(
-        ("span-rank", "span", "embedding-rows"),
+        ("span-rank", "span"),
         "the gradients of the first layers lie in the span of the words that were read",
         kinds=("texts",),
     ),
     Rule(
         ("embedding-search",),
         "spans decide nothing under noise, in wide batches and in adapters: all layers compare whole sentences",
+        kinds=("texts",),
+    ),
+    Rule(
+        ("embedding-rows",),
+        "the rows of the word embedding's gradient are those of the words that were read",
+        update=("trained embeddings",),
         kinds=("texts",),
     ),
     # What the update is: equations that determine the input.

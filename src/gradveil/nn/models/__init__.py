@@ -22,7 +22,7 @@ from gradveil.nn.models.mlp import mlp
 from gradveil.nn.models.resnet import resnet18, resnet20, resnet32, resnet34
 from gradveil.nn.models.small_cnn import cnn6, convnet, lenet_zhu, mnist_cnn_glaus, mnist_conv, scheliga_cnn
 from gradveil.nn.models.tabular import tabular_mlp, tabular_resnet
-from gradveil.nn.models.text_library import build_text_model
+from gradveil.nn.models.text_library import adopt_text_model, build_text_model
 from gradveil.nn.models.token_transformers import small_decoder, small_encoder
 from gradveil.nn.models.vgg import vgg11, vgg13, vgg16
 from gradveil.nn.models.vit import vit
@@ -154,13 +154,15 @@ def build(
         return build_of_library(name, wanted, generator)
     plugin = ALL_MODELS.plugin(name)
     if ":" in name or plugin:
-        return _build_users(
-            plugin.path if plugin else name,
+        path = plugin.path if plugin else name
+        made = _build_users(
+            path,
             {**sizes, "generator": generator},
             options,
             problems,
             (facts["channels"], facts["size"], facts["size"]) if "channels" in facts else None,
         )
+        return adopt_text_model(made, facts, f"model {path}") if "vocabulary" in facts else made
     entry = MODELS.get(name)
     if entry is None:
         others = "of a library: hf:NAME, timm:NAME, torchvision:NAME; or give your own as 'pkg.module:factory'"

@@ -17,7 +17,8 @@ from torch import Generator, nn
 from gradveil.core.errors import FOREIGN, Problem, fail, refuse
 from gradveil.core.extras import needs
 from gradveil.nn.initial_weights import drawing_from
-from gradveil.nn.models.hugging_face_text import FAMILIES, HuggingFaceText
+from gradveil.nn.models.hugging_face_text import FAMILIES, HuggingFaceText, reads_tokens
+from gradveil.nn.token_layout import TokenModel
 
 WHERE = "model.name"
 """Place of problems with a model."""
@@ -83,6 +84,26 @@ def build_text_model(
         fix = f"fetch it once: hf download {source}" if pretrained else "correct model.options"
         raise fail(WHERE, f"'{source}' cannot be built: {type(error).__name__}: {first}", fix) from error
     return HuggingFaceText(made.eval(), facts["length"])
+
+
+def adopt_text_model(model: nn.Module, facts: Mapping[str, Any], where: str) -> nn.Module:
+    """Return a user's model for texts of a vocabulary: one of transformers, or of peft, in `HuggingFaceText`."""
+    if isinstance(model, TokenModel) or not reads_tokens(model):
+        return model
+    made = HuggingFaceText(model, facts["length"])
+    problems, most, padding = list[Problem](), made.most_tokens, made.layout.padding
+    if made.vocabulary_size < facts["vocabulary"]:
+        what = f"knows {made.vocabulary_size} words, and the data have {facts['vocabulary']}"
+        problems.append(Problem(where, what, "set data.tokenizer to that of the model"))
+    if most is not None and most < facts["length"]:
+        what = f"takes {most} tokens, and the texts have {facts['length']}"
+        problems.append(Problem(where, what, f"cut them: --set data.tokens={most}"))
+    if padding != facts["padding"]:
+        what = f"pads with token {padding}, and the data with {facts['padding']}"
+        fix = f"set config.pad_token_id = {facts['padding']}, or data.tokenizer to that of the model"
+        problems.append(Problem(where, what, fix))
+    refuse(problems)
+    return made
 
 
 def _config(library: Any, source: str, options: Mapping[str, Any]) -> Any:
