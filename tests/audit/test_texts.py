@@ -3,6 +3,7 @@
 import pytest
 
 from gradveil.audit.attack_selection import attacks_against
+from gradveil.audit.attackers.run_attackers import decide, widened
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.findings import findings_of
 from gradveil.audit.preflight import open_experiment
@@ -21,8 +22,36 @@ SETTINGS = {
 
 
 def test_adaptive_stands_for_attacks_on_texts():
-    expected = ["span-rank", "span", "embedding-rows", "embedding-search"]
+    expected = ["span-rank", "span", "embedding-search"]
     assert list(attacks_against(["adaptive"], "prune(0.9)", kind="texts")) == expected
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_rows_of_embeddings_are_read_where_they_are_trained(frozen):
+    trained = {"client": [{"trainable": ["blocks.*", "head.*"]}]} if frozen else {}
+    experiment = open_experiment(RunConfig(**SETTINGS, **trained, attacks=["adaptive"], defences=["none"]))
+    widest, decisions, _ = widened(experiment, decide(experiment))
+    assert ("embedding-rows" in widest.attacks) != frozen
+    assert [each.reason for each in decisions] == (["the word embedding 'words.weight' is frozen"] if frozen else [""])
+
+
+def test_attention_that_is_not_trained_is_no_base_for_spans():
+    client = [{"trainable": ["words.*", "head.*"]}]
+    with pytest.raises(GradveilError, match="are frozen and have no adapters"):
+        open_experiment(RunConfig(**SETTINGS, client=client, attacks=["span-rank"], defences=["none"]))
+
+
+def test_a_bottleneck_before_the_head_hides_no_sentence(tmp_path):
+    attacks = ["span-rank", "embedding-search(steps=1)"]
+    recorded, _ = execute(RunConfig(**SETTINGS, attacks=attacks, defences=["precode(k=8)"]), tmp_path / "run")
+    assert all(trial.failed is None for trial in recorded.trials)
+    assert findings_of(recorded).verdicts[0].level == "broken"
+
+
+@pytest.mark.parametrize("text", ['dropout(where="blocks.0")', 'precode(position="words")'])
+def test_layers_that_attacks_read_are_left_in_their_places(text):
+    with pytest.raises(GradveilError, match="is, or holds, a layer that attacks on texts read"):
+        open_experiment(RunConfig(**SETTINGS, attacks=["span"], defences=[text]))
 
 
 def test_another_threshold_is_the_default_of_texts():

@@ -14,7 +14,7 @@ from gradveil.core.types import Batch, Domain
 from gradveil.defences import parse
 from gradveil.gradients.objective import cross_entropy
 from gradveil.spaces import ImageSpace
-from tests.laws.cases import COMBINED, LAWS
+from tests.laws.cases import COMBINED, OF_IMAGES
 
 HALVES = (torch.float16, torch.bfloat16)
 LOCALS = {
@@ -22,7 +22,7 @@ LOCALS = {
     "local": Local(batch=2, lr=0.1, steps=2),
     "poisson": Local(batch=2, lr=0.1, steps=2, sampling="poisson"),
 }
-TEXTS = (*(law.texts[0] for law in LAWS.values()), *COMBINED)
+TEXTS = (*(law.texts[0] for law in OF_IMAGES), *COMBINED)
 
 
 class Net(nn.Sequential):

@@ -12,7 +12,7 @@ import gradveil
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.defences import parse
-from tests.laws.cases import CLIENTS, COMBINED, LAWS, draw_batch
+from tests.laws.cases import CLIENTS, COMBINED, OF_IMAGES, draw_batch
 
 FROZEN = json.loads(Path(__file__).with_name("streams.json").read_text())
 """Labels, the names of the noise of clients with each defence, and the first words of some streams."""
@@ -33,7 +33,7 @@ def test_labels_are_unique():
 
 
 @pytest.mark.parametrize("kind", ["gradient", "sgd"])
-@pytest.mark.parametrize("text", [*(law.texts[0] for law in LAWS.values()), *COMBINED])
+@pytest.mark.parametrize("text", [*(law.texts[0] for law in OF_IMAGES), *COMBINED])
 def test_noise_names_are_frozen(text, kind):
     assert noise_names(text, kind) == FROZEN["noise"][kind][text]
 

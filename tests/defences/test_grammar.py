@@ -56,7 +56,7 @@ ONE = {
     "@": (1, "not '@'", "choose from"),
     "purne(0.5)": (1, "unknown defence 'purne'", "did you mean 'prune'?"),
     "zzzzzz": (1, "unknown defence 'zzzzzz'", "All are listed by `gradveil list defences`"),
-    "dp + drop-out": (6, "unknown defence 'drop-out'", "did you mean 'dropout'?"),
+    "dp + drop-out": (6, "unknown defence 'drop-out'", "did you mean 'dropout' or 'token-dropout'?"),
     "dp(": (3, "never closed", "add ')' after '('"),
     "dp(clip=1 + cvb": (3, "never closed", "add ')' after '1'"),
     "dp)": (3, "unexpected ')'", "parentheses"),

@@ -102,7 +102,7 @@ def test_every_row_that_looks_at_defences_has_one_that_it_is_for():
 @pytest.mark.parametrize("name", DEFENCES)
 def test_every_setting_of_a_defence_meets_an_attack_that_knows_it(name):
     for text in LAWS[name].texts:
-        knowing = [make_attack(attack) for attack in aimed_by("curious", text)]
+        knowing = [make_attack(attack) for attack in aimed_by("curious", text, LAWS[name].of)]
         told = [{key for key, how in a.knowledge.items() if isinstance(how, Known)} - {"public"} for a in knowing]
         assert any(a.simulated_client == "full" and not some for a, some in zip(knowing, told, strict=True)), text
 

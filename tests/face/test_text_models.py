@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import gradveil
+from gradveil.cli.app import run
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -114,6 +115,29 @@ def test_the_adapters_of_a_model_that_peft_holds_are_inverted(tokenizer):
 def test_other_adapters_than_lora_are_refused(tokenizer):
     with pytest.raises(gradveil.GradveilError, match=r"LoRA .*unload"):
         gradveil.audit(Tuned(classifier(), adapted=False), (TEXTS, LABELS), tokenizer=tokenizer)
+
+
+FACTORY = """
+import torch, transformers
+
+def make(classes, words=2048, most=64, pads=0):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.BertConfig(vocab_size=words, max_position_embeddings=most, pad_token_id=pads, **sizes)
+    return transformers.BertForSequenceClassification(config).eval()
+"""
+
+
+def test_a_factory_of_transformers_is_checked_with_texts(tmp_path, monkeypatch, capsys):
+    (tmp_path / "factory_of_texts.py").write_text(FACTORY)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["check", "--model", "factory_of_texts:make", "--data", "reviews"]
+    assert run(words) == 0
+    assert "apply (adaptive): span-rank, span, embedding-search and embedding-rows" in capsys.readouterr().out
+    options = [f"--set=model.options.{each}" for each in ("words=100", "most=16", "pads=3")]
+    assert run([*words, *options]) == 2
+    told = capsys.readouterr()
+    for said in ("knows 100 words", "takes 16 tokens", "pads with token 3"):
+        assert said in told.out + told.err
 
 
 def test_a_classifier_is_trained_on_texts(tokenizer):

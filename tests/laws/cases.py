@@ -51,6 +51,8 @@ class Law:
     """Its derivative is a declared surrogate's: the exact one is zero almost everywhere."""
     identity: bool = True
     """Its transforms have settings at which they change nothing."""
+    of: str = "images"
+    """The examples that it is for: those of texts have tests of their own."""
 
 
 LAWS = {
@@ -124,6 +126,7 @@ LAWS = {
     "label-smoothing": Law(("label-smoothing(alpha=0.3)",)),
     "mixup": Law(("mixup(alpha=1)", "mixup(alpha=0.3)")),
     "instahide": Law(("instahide(k=3)", "instahide(k=2, cap=1)", "instahide(mix=public)"), identity=False),
+    "token-dropout": Law(("token-dropout(p=0.3)",), of="texts"),
     "ats": Law(("ats", 'ats(policy="3-1-7")', 'ats(policy="43-18-18")'), identity=False),
     "keylock": Law(("keylock", 'keylock(act=tanh, width=8, position="body.0")'), identity=False),
     "dropout": Law(("dropout(p=0.4)", 'dropout(p=0.4, where="body.0 block")')),
@@ -141,7 +144,8 @@ COMBINED = (
     "prune(ratio=0.5) + quantise(bits=4, scale=max)",
     "mixup(alpha=1) + dropout + dp(clip=0.3, sigma=0.5) + dgp(top=0.1, bottom=0.5)",
 )
-TEXTS = (*(text for law in LAWS.values() for text in law.texts), *COMBINED)
+OF_IMAGES = tuple(law for law in LAWS.values() if law.of == "images")
+TEXTS = (*(text for law in OF_IMAGES for text in law.texts), *COMBINED)
 
 
 def _parts(text: str) -> list[Law]:

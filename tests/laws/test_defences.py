@@ -14,7 +14,7 @@ from gradveil.core.types import Batch, Context
 from gradveil.defences import DEFENCES, Feedback, parse
 from tests.laws.cases import CLIENTS, IDENTITY, LAWS, TEXTS, B, Tiny, V, draw, draw_batch
 
-WITH_IDENTITY = [name for name, entry in DEFENCES.items() if entry.identity is not None]
+WITH_IDENTITY = [n for n, entry in DEFENCES.items() if entry.identity is not None and LAWS[n].of == "images"]
 BOUNDED = [name for name, law in LAWS.items() if law.bound is not None]
 
 

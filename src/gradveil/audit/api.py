@@ -251,10 +251,13 @@ def audit_model(
     sound, title_of_model, done = not problems, type(model).__name__, []
     kind = "images" if space is None else space.words.kind
     searches_first = attacks is None
+    unknown = isinstance(model, TokenModel) and not model.layout.attention
     if attacks is None:
-        unknown = isinstance(model, TokenModel) and not model.layout.attention
         attacks = ["embedding-search" if unknown else FIRST_SEARCH[kind]]
     whole = _spelled_out(attacks, defences, public is not None, kind)
+    if unknown and "adaptive" in attacks:
+        spans = ("span", "span-rank")  # they solve for the inputs of attention
+        whole = [attack for attack in whole if attack not in spans] or ["embedding-search"]
     if attacks and not whole:
         refuse([*problems, nothing_to_try(attacks, kind)])
     tried = named("attacks", _without_aim(whole), partial(_attack, settings), problems)

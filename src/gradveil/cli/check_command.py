@@ -14,7 +14,7 @@ import typer
 
 from gradveil.cli.shared_options import completed, own_code
 from gradveil.core.errors import Problem, refuse
-from gradveil.core.formatting import plural
+from gradveil.core.formatting import listing, plural
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,6 +77,7 @@ def check(
     meaningless, and models whose gradient reveals an image without any search. Exit codes: 0 the audit can run
     (warnings may be shown); 1 problems; 2 wrong use: a bad run file or option, or missing data or model.
     """
+    from gradveil.audit.attack_selection import ADAPTIVE
     from gradveil.audit.attackers.run_attackers import closed_forms, decide, untried
 
     if filters is not None:
@@ -113,7 +114,11 @@ def check(
         typer.echo(json.dumps([{key: getattr(p, key) for key in keys} for p in problems], indent=1))
     else:
         _show(problems, net, config, run is not None, verbose)
-        if verbose and (skipped := untried(decisions)):
+        if ADAPTIVE in config.attacks and not _stopped(problems):
+            fit = dict.fromkeys((*experiment.attacks, *(each.attack for each in decisions if not each.reason)))
+            typer.echo(f"Attacks that apply ({ADAPTIVE}): {listing(fit)}.")
+        idle = [each for each in decisions if each.reason or ADAPTIVE not in config.attacks]
+        if verbose and (skipped := untried(idle)):
             typer.echo("\n  ".join(("Attacks on the update that this run does not try:", *skipped)))
         if received is not None and not traces:
             typer.echo(f"No trace of manipulation in {received}: that is no proof of an honest server.")
@@ -170,7 +175,10 @@ def _manipulated(net: nn.Module, received: Path | None, previous: Path | None) -
 
 def _alone(flags: dict[str, Any], settings: Sequence[str]) -> RunConfig:
     """Make the smallest run of this model and these data."""
+    from gradveil.audit.attack_selection import ADAPTIVE
     from gradveil.audit.run_file import assemble
+    from gradveil.core.space import ExampleWords
+    from gradveil.data.registry import kind_of
 
     options = {"--model": flags["model.name"], "--data": flags["data.name"]}
     remedy = "give --model and --data, or a run file: gradveil check study.toml"
@@ -179,7 +187,7 @@ def _alone(flags: dict[str, Any], settings: Sequence[str]) -> RunConfig:
         "name": "check",
         "data": {"public": _FEW_PUBLIC, "gallery": 1},
         "model": {},
-        "attacks": ["ig"],
+        "attacks": ["ig" if kind_of(str(flags["data.name"])) == ExampleWords.kind else ADAPTIVE],
         "target_clients": 1,
     }
     return assemble({**raw, "client": {"batch": _EXAMPLES}}, settings)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from gradveil.client.pipeline import Pipeline
@@ -58,7 +59,7 @@ class Declared:
 
     def parts(self, sent: Tensors, batch: Batch) -> NoiseParts:
         """Declare the same by when it is drawn."""
-        batches, examples, dtype = self.pipeline.batches, len(batch.inputs), batch.inputs.dtype
+        batches, examples, dtype = self.pipeline.batches, len(batch.inputs), _precision(batch, sent)
         local, send, (each, mean) = batches.local, self.pipeline.send, split(self.pipeline.gradient.step)
         once = self.pipeline.private.layers | (local.drawn(examples) if local else batches.spec(batch))
         once = once.to(dtype) | (_of_slot(send, sent, batch).under("send") if send else NoiseSpec())
@@ -99,8 +100,14 @@ def trained_names(model: nn.Module, patterns: Sequence[str] | None) -> list[str]
     return [name for name, _ in named if any(fnmatchcase(name, p) for p in patterns)]
 
 
+def _precision(batch: Batch, sent: Tensors) -> torch.dtype:
+    """Return the dtype of the inputs, or that of the parameters where the inputs are token numbers."""
+    inputs = batch.inputs
+    return inputs.dtype if inputs.is_floating_point() or not sent else next(iter(sent.values())).dtype
+
+
 def _of_slot(slot: Transform, sent: Tensors, batch: Batch) -> NoiseSpec:
     """Declare what a transform of the mean update draws."""
-    dtype = single(batch.inputs.dtype)
+    dtype = single(_precision(batch, sent))
     shown = Batch(batch.inputs.to(dtype), batch.targets)
     return (slot.noise(wide(sent)) | slot.directions(shown)).to(dtype)

@@ -268,11 +268,16 @@ class BatchTransform(ABC):
 
     def problems(self, domain: Domain | None) -> Iterator[Problem]:
         """Yield what is missing in the client's domain."""
+        where = str(getattr(self, "label", "") or type(self).__name__.lower())
         if domain is not None:
-            yield from domain.space.unmet(type(self).__name__.lower(), self.needs)
+            yield from domain.space.unmet(where, self.needs)
         if self.needs_public and (domain is None or domain.public is None or not len(domain.public)):
             remedy = "audit data with a public split, give Client(domain=Domain(..., public=images)), or leave it out"
-            yield Problem(type(self).__name__.lower(), "mixes with public images, and there are none", remedy)
+            yield Problem(where, "mixes with public images, and there are none", remedy)
+
+    def placeholder(self, domain: Domain | None) -> int | None:
+        """Return the token that takes the place of others in texts; None if there is none."""
+        return None
 
     @abstractmethod
     def noise(self, batch: Batch) -> NoiseSpec:

@@ -19,6 +19,7 @@ from gradveil.defences.model_defences import CvbSurgery, DropoutSurgery, KeyLock
 from gradveil.defences.optimal import OptimalNoise, OptimalPruning
 from gradveil.defences.pruning import Dual, Magnitude, Pruning
 from gradveil.defences.standin import StandIn
+from gradveil.defences.token_dropout import TokenDropout
 
 __all__ = [
     "ALL_DEFENCES",
@@ -60,6 +61,7 @@ __all__ = [
     "Sign",
     "Soteria",
     "StandIn",
+    "TokenDropout",
     "chain",
     "entries",
     "examine",

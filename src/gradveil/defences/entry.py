@@ -79,6 +79,11 @@ class DefenceEntry(NamedEntry):
             object.__setattr__(self, "arguments", (*self.arguments, feedback_argument(self.feedback)))
         object.__setattr__(self, "guarantee", self.guarantee or getattr(self.factory, "guarantee", Transform.guarantee))
 
+    @property
+    def kind(self) -> str:
+        """The kind of examples that it is for; images stand for any."""
+        return "texts" if getattr(self.factory, "needs", None) == "tokens" else "images"
+
     def __call__(self, **values: Any) -> Defence:
         """Build the defence; every unknown, missing or impossible argument is refused at once."""
         full = self.filled(values)

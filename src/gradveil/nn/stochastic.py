@@ -189,4 +189,5 @@ def switched_off(model: nn.Module, inputs: Tensor) -> Tensors:
     rows, alone = len(inputs), inputs[:1].detach()
     drawn = {name: value.squeeze(0) for name, value in model_noise(model, alone).neutral().items()}
     off = {**drawn, **kept_noise(model).neutral()}
-    return {name: value.to(inputs).expand(rows, *value.shape) for name, value in off.items()}
+    dtype = inputs.dtype if inputs.is_floating_point() else None  # token numbers say nothing of the precision
+    return {n: v.to(device=inputs.device, dtype=dtype).expand(rows, *v.shape) for n, v in off.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from math import isqrt, log, prod
 
@@ -16,6 +16,7 @@ from gradveil.core.noise import Bernoulli, Noise, Normal
 from gradveil.nn.initial_weights import initialise
 from gradveil.nn.module_paths import at, insert_after, insert_before, last_layer, like, output_shape
 from gradveil.nn.stochastic import Stochastic, penalise
+from gradveil.nn.token_layout import TokenModel
 
 
 class Dropout(Stochastic):
@@ -82,6 +83,13 @@ class Dropout(Stochastic):
         )
 
 
+def _read(model: nn.Module, path: str, where: str) -> Iterator[Problem]:
+    """Refuse places in a model of texts that attacks read by their paths, which would change."""
+    if isinstance(model, TokenModel) and model.layout.reads(path):
+        remedy = f"choose a module next to the head, '{last_layer(model)}', or a defence of the update"
+        yield Problem(f"{where} {path}", "is, or holds, a layer that attacks on texts read", remedy)
+
+
 def with_dropout(model: nn.Module, p: float = 0.25, where: Sequence[str] | None = None) -> nn.Module:
     """Copy a model and insert `Dropout(p)` after the modules at the given paths.
 
@@ -95,6 +103,7 @@ def with_dropout(model: nn.Module, p: float = 0.25, where: Sequence[str] | None 
     known = dict(model.named_modules())
     remedy = f"its modules: {', '.join(path for path in known if path)}"
     refuse([Problem(f"dropout.where {p}", "no such module", remedy) for p in positions if p not in known])
+    refuse([problem for path in positions for problem in _read(model, path, "dropout.where")])
     copy = deepcopy(model)
     for path in sorted(positions, reverse=True):
         copy = insert_after(copy, path, "dropout", Dropout(p))
@@ -224,9 +233,9 @@ def with_precode(
     this package's models keep their names; in a custom model the module becomes the child `inner` of its old path.
     """
     copy = deepcopy(model)
-    shape = getattr(model, "input_shape", None)
-    inputs = None if shape is None else next(model.parameters()).detach().new_zeros(1, *shape)
+    inputs = _blank(model)
     path = position or last_layer(copy, inputs)
+    refuse(list(_read(model, path, "precode.position")))
     linear = at(copy, path)
     if not isinstance(linear, nn.Linear):
         if inputs is None:
@@ -239,6 +248,13 @@ def with_precode(
     if position is None and isinstance(getattr(copy, "body", None), nn.Sequential) and path == "head":
         return insert_after(copy, "body", "precode", bottleneck)
     return insert_before(copy, path, "precode", bottleneck)
+
+
+def _blank(model: nn.Module) -> Tensor | None:
+    """Return one example of zeros, of token numbers where the model reads them; None without an `input_shape`."""
+    shape = getattr(model, "input_shape", None)
+    zeros = None if shape is None else next(model.parameters()).detach().new_zeros(1, *shape)
+    return zeros.long() if zeros is not None and isinstance(model, TokenModel) else zeros
 
 
 def with_cvb(
@@ -261,12 +277,10 @@ def with_cvb(
     if path is None:
         paths = ", ".join(name for name, _ in model.named_modules() if name)
         raise fail("cvb.position", "this model declares no cvb_position", f"give a module path, one of: {paths}")
+    inputs = _blank(model) if inputs is None else inputs
     if inputs is None:
-        shape = getattr(model, "input_shape", None)
-        if shape is None:
-            what = "this model declares no input_shape"
-            raise fail("cvb.inputs", what, "set model.input_shape = (C, H, W), or give one batch of inputs")
-        inputs = next(model.parameters()).detach().new_zeros(1, *shape)
+        what = "this model declares no input_shape"
+        raise fail("cvb.inputs", what, "set model.input_shape = (C, H, W), or give one batch of inputs")
     channels = as_grid(torch.empty(output_shape(copy, path, inputs), device="meta")).shape[1]
     declared: tuple[int, float] = (getattr(model, "cvb_kernel", 5), getattr(model, "cvb_beta", 0.1))
     size, weight = declared[0] if kernel is None else kernel, declared[1] if beta is None else beta

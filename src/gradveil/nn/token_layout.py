@@ -113,6 +113,12 @@ class TokenLayout:
             handle.remove()
         return caught[0]
 
+    def reads(self, path: str) -> bool:
+        """Return whether a module is, or holds, one that attacks read by its path."""
+        paths = (self.words, self.positions, self.types, self.norm, *self.attention, self.out, *self.middle, self.down)
+        each = {one.format(layer) for one in paths if one for layer in range(max(1, self.layers))}
+        return any(one == path or one.startswith(f"{path}.") for one in each)
+
     def gradients(self, update: Mapping[str, Tensor], layer: int) -> list[Tensor]:
         """Return the gradients [V, outputs, d] of a layer's query, key and value weights that were sent."""
         names = [f"{path.format(layer)}.weight" for path in self.attention]

@@ -46,7 +46,8 @@ class EmbeddingRows(Checked):
         if isinstance(model, TokenModel):
             name = f"{model.layout.words}.weight"
             if name not in prospect.simulated_client.trained():
-                yield Problem(f"attack.{self.name}", f"'{name}' is frozen", "train it, or choose span-rank")
+                what = f"the word embedding '{name}' is frozen"
+                yield Problem(f"attack.{self.name}", what, "train it, or choose span-rank")
 
     def __call__(
         self,

@@ -21,10 +21,17 @@ from torch import Generator, Tensor
 from gradveil.attacks.knowledge import How, Knowledge, Known
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, Remark, in_closed_form
 from gradveil.attacks.sequences.bag_of_words import BagOfWords
+from gradveil.attacks.sequences.guessed_tokens import with_guesses
 from gradveil.attacks.sequences.sentence_search import LogPrior, Sentence
 from gradveil.attacks.sequences.span_attack import SpanAttack, SpanSearch
 from gradveil.attacks.sequences.text_misfit import TextMisfit
-from gradveil.attacks.sequences.token_answers import padded, text_space, token_problems, token_targets
+from gradveil.attacks.sequences.token_answers import (
+    attention_problems,
+    padded,
+    text_space,
+    token_problems,
+    token_targets,
+)
 from gradveil.attacks.sequences.token_candidates import Candidates
 from gradveil.attacks.sequences.word_prior import word_pairs
 from gradveil.attacks.simulated_updates import Simulated
@@ -73,6 +80,8 @@ class EmbeddingSearch(Checked):
 
     needs: ClassVar[str] = "tokens"
     simulated_client: ClassVar[Literal["naive", "full"]] = "full"
+    undo: ClassVar[bool] = True
+    """Texts are searched as the client trains on them; what it masked is guessed afterwards."""
 
     @property
     def knowledge(self) -> Mapping[str, How]:
@@ -80,8 +89,10 @@ class EmbeddingSearch(Checked):
         return {"public": Known()} if self.fluency else {}
 
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
-        """Refuse models whose first layers are not known."""
-        yield from token_problems(prospect.simulated_client, self.name)
+        """Refuse models that read no texts, and those whose attention is known, but not trained."""
+        client = prospect.simulated_client
+        unknown = isinstance(client.model, TokenModel) and not client.model.layout.attention
+        yield from (token_problems if unknown else attention_problems)(client, self.name)
 
     def __call__(
         self,
@@ -111,13 +122,15 @@ class EmbeddingSearch(Checked):
             targets = targets.sort(1).values
         misfit = torch.tensor(misfits).double().exp()
         result = in_closed_form(inputs, targets, misfit, torch.isfinite(misfit), began, progress)
-        return replace(
+        result = replace(
             result,
             initial=torch.tensor(starts).double().exp(),
             iterations=result.iterations * self.steps,
-            match=Simulated(simulated_client, observations).match(inputs, targets, key),
+            match=_simulated(simulated_client, observations).match(inputs, targets, key),
             remarks=(Remark("{}% of the update not explained by the texts", tuple((100 * misfit).tolist())),),
         )
+        public = None if knowledge.public is None else knowledge.public.inputs
+        return with_guesses(result, simulated_client, prior, public, space)
 
     def evaluate(
         self,
@@ -153,7 +166,12 @@ class EmbeddingSearch(Checked):
     ) -> Tensor:
         """Return the distance from the update, and the likelihood of the rest as noise, at texts [V, B, T]."""
         assert knowledge.targets is not None
-        return Simulated(simulated_client, observations).match(inputs, knowledge.targets, key)
+        return _simulated(simulated_client, observations).match(inputs, knowledge.targets, key)
+
+
+def _simulated(client: Client, observations: Sequence[Observation]) -> Simulated:
+    """Simulate the client from the texts that it trains on: its batch defence has changed them already."""
+    return Simulated(replace(client, batch=()), observations)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,9 +19,10 @@ from torch import Tensor
 from gradveil.attacks.knowledge import How, Knowledge, Known
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, Remark, in_closed_form
 from gradveil.attacks.sequences.adapter_span import adapter_span
+from gradveil.attacks.sequences.guessed_tokens import with_guesses
 from gradveil.attacks.sequences.sentence_search import MEMBER as SECOND_MEMBER
 from gradveil.attacks.sequences.sentence_search import LogPrior, Sentence, SentenceSearch, distinct
-from gradveil.attacks.sequences.token_answers import padded, text_space, token_problems, token_targets
+from gradveil.attacks.sequences.token_answers import attention_problems, padded, text_space, token_targets
 from gradveil.attacks.sequences.token_candidates import DROPPED_MEMBER, Candidates, rank_words, with_dropped
 from gradveil.attacks.sequences.token_companions import TokenCompanions
 from gradveil.attacks.sequences.token_span import TOLERANCE, TokenSpan, is_pruned, token_span
@@ -36,6 +37,7 @@ from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
 from gradveil.gradients.objective import mean_gradient
 from gradveil.nn.lora import adapters
+from gradveil.nn.stochastic import switched_off
 from gradveil.nn.token_layout import TokenModel
 from gradveil.spaces.text_space import TextSpace
 
@@ -98,8 +100,8 @@ class SpanAttack(Checked):
         return {"public": Known()} if self.ranked and self.prior_weight else {}
 
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
-        """Refuse models whose first layers are not known."""
-        yield from token_problems(prospect.simulated_client, self.name, attention=True)
+        """Refuse models whose first layers are not known, or not trained."""
+        yield from attention_problems(prospect.simulated_client, self.name)
 
     def __call__(
         self,
@@ -135,7 +137,8 @@ class SpanAttack(Checked):
             Remark(f"{{}} of {width} directions of the first layer filled", tuple(ranks)),
             Remark(f"{{}} of {seen.examples} sentences proved by both layers", tuple(proofs)),
         )
-        return replace(result, remarks=remarks)
+        public = None if prior is None or knowledge.public is None else knowledge.public.inputs
+        return with_guesses(replace(result, remarks=remarks), simulated_client, prior, public, space)
 
     def _prior(self, knowledge: Knowledge, space: TextSpace) -> LogPrior | None:
         if not self.ranked or not self.prior_weight or knowledge.public is None:
@@ -477,7 +480,7 @@ class SpanSearch:
         client, batch = self.simulated_client, Batch(ids, torch.full(ids.shape[:1], label))
         trained = {name: self.params[name] for name in self.rest}
         frozen = {name: value for name, value in self.params.items() if name not in trained}
-        noise = client.undefended_update().noise_spec(self.params, batch).neutral()
+        noise = switched_off(client.model, ids)
         return mean_gradient(client.objective, trained, frozen, batch, noise)
 
     def _with_last_words(self, sentences: list[Sentence]) -> list[Sentence]:

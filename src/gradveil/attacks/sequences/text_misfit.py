@@ -18,6 +18,7 @@ from gradveil.attacks.sequences.token_span import is_pruned
 from gradveil.client import Client
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
+from gradveil.nn.stochastic import switched_off
 from gradveil.nn.token_layout import TokenModel
 
 _LARGE = 2
@@ -66,7 +67,7 @@ class TextMisfit:
 
     def _gradient(self, ids: Tensor, labels: Tensor, embedded: Tensor | None) -> list[Tensor]:
         batch, objective = Batch(ids, labels), self.client.objective
-        noise = self.client.undefended_update().noise_spec(self.params, batch).neutral()
+        noise = switched_off(self.client.model, ids)
         leaves = {name: self.params[name].detach().clone().requires_grad_() for name in self.names}
         handle = None if embedded is None else self._words.register_forward_hook(lambda *_: embedded)
         try:

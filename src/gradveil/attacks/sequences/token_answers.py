@@ -11,20 +11,32 @@ from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.protocol import Observation
 from gradveil.client import Client
 from gradveil.core.errors import Problem, fail
+from gradveil.core.formatting import listing
 from gradveil.nn.module_paths import call_on, last_layer
 from gradveil.nn.token_layout import TokenModel
 from gradveil.spaces.text_space import TextSpace
 
 
-def token_problems(client: Client, name: str, attention: bool = False) -> Iterator[Problem]:
-    """Refuse models that read no texts, and those whose attention is not known, if it is needed."""
-    if attention and isinstance(client.model, TokenModel) and not client.model.layout.attention:
-        what = "solves for the inputs of attention, and nothing says where this model has it"
-        yield Problem(f"attack.{name}", what, "choose embedding-search or embedding-rows, or a model of transformers")
+def token_problems(client: Client, name: str) -> Iterator[Problem]:
+    """Refuse models that read no texts."""
     if not isinstance(client.model, TokenModel):
         what = f"reads texts from the first layers of a language model, and {type(client.model).__name__} is none"
         remedy = "choose small-encoder or small-decoder, or wrap a model of transformers in HuggingFaceText"
         yield Problem(f"attack.{name}", what, remedy)
+
+
+def attention_problems(client: Client, name: str) -> Iterator[Problem]:
+    """Refuse models whose first layers are not known, and updates without gradients of the first layer's attention."""
+    yield from token_problems(client, name)
+    if isinstance(client.model, TokenModel) and not client.model.layout.attention:
+        what = "solves for the inputs of attention, and nothing says where this model has it"
+        yield Problem(f"attack.{name}", what, "choose embedding-search or embedding-rows, or a model of transformers")
+    elif isinstance(client.model, TokenModel):
+        paths = [path.format(0) for path in client.model.layout.attention]
+        read = (*(f"{path}.weight" for path in paths), *(f"{path}.lora_" for path in paths))
+        if not any(trained.startswith(read) for trained in client.trained()):
+            what = f"reads the gradients of attention, and {listing(paths)} are frozen and have no adapters"
+            yield Problem(f"attack.{name}", what, "train one of them, or choose embedding-rows, which reads embeddings")
 
 
 def text_space(knowledge: Knowledge) -> TextSpace:

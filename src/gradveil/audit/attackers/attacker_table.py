@@ -31,6 +31,7 @@ Fact = Literal[
     "running statistics",
     "changed update",
     "public examples",
+    "trained embeddings",
 ]
 """What can be so of a client's update."""
 
@@ -65,6 +66,7 @@ FACTS: dict[Fact, tuple[str, str]] = {
         "public examples of that shape are given",
         "no public examples to learn a prior from are given",
     ),
+    "trained embeddings": ("word embeddings are trained", "the word embeddings are frozen"),
 }
 """What each fact says, and what is the case where it does not hold."""
 
@@ -162,13 +164,19 @@ RULES: tuple[Rule, ...] = (
     ),
     # Texts: what the first layers' gradients span.
     Rule(
-        ("span-rank", "span", "embedding-rows"),
+        ("span-rank", "span"),
         "the gradients of the first layers lie in the span of the words that were read",
         kinds=("texts",),
     ),
     Rule(
         ("embedding-search",),
         "spans decide nothing under noise, in wide batches and in adapters: all layers compare whole sentences",
+        kinds=("texts",),
+    ),
+    Rule(
+        ("embedding-rows",),
+        "the rows of the word embedding's gradient are those of the words that were read",
+        update=("trained embeddings",),
         kinds=("texts",),
     ),
     # What the update is: equations that determine the input.
@@ -295,10 +303,10 @@ def parts_of(defence: str) -> list[Part]:
         return [known for part in several for known in parts_of(part)] if len(several) > 1 else [(_UNKNOWN, ())]
 
 
-def aimed_by(server: Server, defence: str | DefenceEntry, kind: str = "images") -> list[str]:
+def aimed_by(server: Server, defence: str | DefenceEntry, kind: str | None = None) -> list[str]:
     """List the attacks of a server on a defence, or on any of an entry of the catalogue, whatever the update is.
 
-    `kind` is that of the examples.
+    `kind` is that of the examples: without it, images, or what an entry is for.
 
     >>> aimed_by("curious", "dropout"), aimed_by("curious", "dropout + what an object is called")
     (['portfolio', 'learned', 'dia'], ['portfolio', 'learned', 'dia'])
@@ -306,6 +314,7 @@ def aimed_by(server: Server, defence: str | DefenceEntry, kind: str = "images") 
     ('rob(bins=512)', 2)
     """
     parts = parts_of(defence) if isinstance(defence, str) else [(_traits(defence), defence.adaptive)]
+    kind = kind or ("images" if isinstance(defence, str) else defence.kind)
     named = [text for _, texts in parts for text in texts if server == "curious"]
     chosen = (
         text

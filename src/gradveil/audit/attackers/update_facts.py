@@ -9,6 +9,7 @@ from gradveil.attacks.closed_form.disturbed import prior_problems
 from gradveil.attacks.closed_form.unmix import Unmix
 from gradveil.attacks.malicious.hidden_units import CopiedRows, QuantileBiases
 from gradveil.attacks.protocol import Prospect
+from gradveil.attacks.sequences.embedding_rows import EmbeddingRows
 from gradveil.audit.attackers.attacker_table import FACTS, Fact, Rule
 from gradveil.audit.experiment import Experiment
 from gradveil.client import Client
@@ -94,6 +95,8 @@ class UpdateFacts:
         if fact == "running statistics":
             carried = self._carries()
             return SeenFact(carried, holds if carried else lacks)
+        if fact == "trained embeddings":
+            return _unless(list(EmbeddingRows().problems(self.prospect(self.client))), holds)
         return self._structure(fact)
 
     def _structure(self, fact: Fact) -> SeenFact:

@@ -19,11 +19,10 @@ from gradveil.nn.initial_weights import drawing_from, initialise
 from gradveil.nn.lora import with_lora
 from gradveil.nn.models.libraries import LIBRARIES, Wanted, build_of_library
 from gradveil.nn.models.mlp import mlp
-from gradveil.nn.models.own_text import reading_tokens
 from gradveil.nn.models.resnet import resnet18, resnet20, resnet32, resnet34
 from gradveil.nn.models.small_cnn import cnn6, convnet, lenet_zhu, mnist_cnn_glaus, mnist_conv, scheliga_cnn
 from gradveil.nn.models.tabular import tabular_mlp, tabular_resnet
-from gradveil.nn.models.text_library import build_text_model
+from gradveil.nn.models.text_library import adopt_text_model, build_text_model
 from gradveil.nn.models.token_transformers import small_decoder, small_encoder
 from gradveil.nn.models.vgg import vgg11, vgg13, vgg16
 from gradveil.nn.models.vit import vit
@@ -155,13 +154,15 @@ def build(
         return build_of_library(name, wanted, generator)
     plugin = ALL_MODELS.plugin(name)
     if ":" in name or plugin:
-        return _build_users(
-            plugin.path if plugin else name,
+        path = plugin.path if plugin else name
+        made = _build_users(
+            path,
             {**sizes, "generator": generator},
             options,
             problems,
-            facts,
+            (facts["channels"], facts["size"], facts["size"]) if "channels" in facts else None,
         )
+        return adopt_text_model(made, facts, f"model {path}") if "vocabulary" in facts else made
     entry = MODELS.get(name)
     if entry is None:
         others = "of a library: hf:NAME, timm:NAME, torchvision:NAME; or give your own as 'pkg.module:factory'"
@@ -220,7 +221,7 @@ def _build_users(
     arguments: Mapping[str, Any],
     options: Mapping[str, Any],
     problems: list[Problem],
-    facts: Mapping[str, Any],
+    shape: tuple[int, int, int] | None,
 ) -> nn.Module:
     try:
         factory = _factory(path)
@@ -255,15 +256,9 @@ def _build_users(
     if not isinstance(model, nn.Module):
         what = f"returned {type(model).__name__}, not a torch.nn.Module"
         raise fail(f"model {path}", what, "return the model from the factory")
-    if "channels" in facts and not hasattr(model, "input_shape"):
-        object.__setattr__(model, "input_shape", (facts["channels"], facts["size"], facts["size"]))
-    if "vocabulary" not in facts:
-        return model
-    reader, _ = reading_tokens(model, torch.full((1, facts["length"]), facts["padding"]))
-    if reader.vocabulary_size < facts["vocabulary"]:
-        what = f"embeds {reader.vocabulary_size} words, and the data have {facts['vocabulary']}"
-        raise fail(f"model {path}", what, "let the factory take vocabulary, and make the word table as large")
-    return reader
+    if shape is not None and not hasattr(model, "input_shape"):
+        object.__setattr__(model, "input_shape", shape)
+    return model
 
 
 def _missing(path: str, parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> Iterator[Problem]:

@@ -12,12 +12,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Generator, nn
 
 from gradveil.core.errors import FOREIGN, Problem, fail, refuse
 from gradveil.core.extras import needs
 from gradveil.nn.initial_weights import drawing_from
 from gradveil.nn.models.hugging_face_text import FAMILIES, HuggingFaceText
+from gradveil.nn.models.own_text import reading_tokens
+from gradveil.nn.token_layout import TokenModel
 
 WHERE = "model.name"
 """Place of problems with a model."""
@@ -83,6 +86,28 @@ def build_text_model(
         fix = f"fetch it once: hf download {source}" if pretrained else "correct model.options"
         raise fail(WHERE, f"'{source}' cannot be built: {type(error).__name__}: {first}", fix) from error
     return HuggingFaceText(made.eval(), facts["length"])
+
+
+def adopt_text_model(model: nn.Module, facts: Mapping[str, Any], where: str) -> nn.Module:
+    """Return a user's model for texts of a vocabulary: of transformers, of peft, or a module that embeds numbers."""
+    if isinstance(model, TokenModel):
+        return model
+    made, _ = reading_tokens(model, torch.full((1, facts["length"]), facts["padding"]))
+    problems, most, padding = list[Problem](), made.most_tokens, made.layout.padding
+    if made.vocabulary_size < facts["vocabulary"]:
+        what = f"knows {made.vocabulary_size} words, and the data have {facts['vocabulary']}"
+        problems.append(
+            Problem(where, what, "set data.tokenizer to that of the model, or take vocabulary in the factory")
+        )
+    if most is not None and most < facts["length"]:
+        what = f"takes {most} tokens, and the texts have {facts['length']}"
+        problems.append(Problem(where, what, f"cut them: --set data.tokens={most}"))
+    if padding != facts["padding"]:
+        what = f"pads with token {padding}, and the data with {facts['padding']}"
+        fix = f"set config.pad_token_id or padding_idx = {facts['padding']}, or data.tokenizer to that of the model"
+        problems.append(Problem(where, what, fix))
+    refuse(problems)
+    return made
 
 
 def _config(library: Any, source: str, options: Mapping[str, Any]) -> Any:
