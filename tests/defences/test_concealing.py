@@ -12,6 +12,7 @@ from gradveil.attacks.inversion_presets import cdia
 from gradveil.attacks.knowledge import Knowledge, Optimise
 from gradveil.attacks.protocol import Observation
 from gradveil.audit.attackers.attacker_table import aimed_by
+from gradveil.cli.app import run
 from gradveil.client import Client
 from gradveil.core.chain import chain, relaxed
 from gradveil.core.errors import GradveilError
@@ -177,3 +178,8 @@ def test_relaxed_client_sends_the_same_for_the_proxies_that_were_found():
 def test_attackers_that_would_repeat_the_search_are_left_out():
     assert aimed_by("curious", "dcs") == ["portfolio"]
     assert "fishing" in aimed_by("malicious", "dcs")
+
+
+def test_texts_raise(capsys):
+    assert run(["check", "reviews", "--defence", "dcs"]) == 1
+    assert "defence dcs: needs numbers, and the data are" in capsys.readouterr().out.replace("\n", " ")

@@ -176,6 +176,8 @@ class Transform(ABC):
     """Zero entries stay zero and few others become zero, so the zeros of an earlier stage remain visible."""
     needs_public: ClassVar[bool] = False
     """The transform needs `Context.public` with images."""
+    needs: ClassVar[str] = ""
+    """What it needs of inputs, see `Space.offers`; nothing if it never looks at them."""
     identity_settings: ClassVar[Mapping[str, Any] | None] = None
     """The settings at which it is the identity, if any."""
 

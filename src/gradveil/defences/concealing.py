@@ -89,6 +89,7 @@ class Dcs(Checked, Concealed, Searches):
     project: Annotated[bool, "Turn an update that points away from the gradient back towards it."] = True
     label: ClassVar[str] = "dcs"
     needs_public: ClassVar[bool] = True
+    needs: ClassVar[str] = "numbers"
 
     def directions(self, batch: Batch) -> NoiseSpec:
         """Declare a uniform number an example: the place of its public image."""
