@@ -133,3 +133,19 @@ def test_search_that_infers_the_directions_finds_more_than_one_that_ignores_them
     )
     similarity = {row["attacker"]: row["ssim_mean"] for row in result.summary()}
     assert similarity["adaptive"] > similarity["naive"] + 0.1
+
+
+def test_attack_that_fails_without_a_defence_leaves_the_verdict_open():
+    model = build("scheliga-cnn", channels=1, size=32, classes=10, generator=Key(0).generator())
+    digits = load("digits").private
+    defences = ["none", "svdefense", "dcs(iterations=2)"]
+    for attack, verdict in (("cdia(iterations=2)", "inconclusive"), ("ig(iterations=2)", "not tested")):
+        result = gradveil.audit(
+            model,
+            (digits.inputs[:2], digits.targets[:2]),
+            public=load("digits").public,
+            attacks=[attack],
+            defences=defences,
+            progress=False,
+        )
+        assert {row["verdict"] for row in result.summary() if row["defence"] != "none"} == {verdict}

@@ -141,7 +141,7 @@ def test_custom_stage_that_uses_the_data_is_detected(transform):
     assert "'mine' uses the data again" in (privacy_of(after_dp(transform)).void("example") or "")
 
 
-LOOKING = {"censor", "optimal-noise", "optimal-prune", "soteria"}
+LOOKING = {"censor", "dcs", "optimal-noise", "optimal-prune", "soteria"}
 
 
 def test_few_registered_defences_use_the_data():

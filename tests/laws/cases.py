@@ -122,6 +122,7 @@ LAWS = {
         identity=False,
     ),
     "censor": Law(("censor(trials=3)", "censor(variant=published_code, trials=2)", "censor(trials=1)"), identity=False),
+    "dcs": Law(("dcs(iterations=3)", "dcs(iterations=4, limit=8, mix=false, share=1)"), surrogate=True, identity=False),
     "local-dp": Law(("local-dp(clip=0.3, epsilon=4)",)),
     "label-smoothing": Law(("label-smoothing(alpha=0.3)",)),
     "mixup": Law(("mixup(alpha=1)", "mixup(alpha=0.3)")),

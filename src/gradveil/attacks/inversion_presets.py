@@ -39,6 +39,8 @@ BATCHES: dict[str, How] = {
 }
 """Numbers of a batch defence are optimised. Each restart guesses once which images were mixed in, and which policies
 transformed them."""
+PROXIES: dict[str, How] = {"step.*.proxy.*": Optimise(), "step.*.place": Optimise()}
+"""Proxies that a defence adds are optimised. Where they started from only counts where its search is repeated."""
 WHITENED: dict[str, How] = {"*.probe": Sample(every_iteration=False), "*.normal.*": Neutral()}
 """With `whiten` the attacker estimates the noise of each entry from other probes, and takes its value as zero."""
 INTERVALS: dict[str, How] = {"*.sent.*": Infer()}
@@ -196,7 +198,7 @@ def cdia() -> Inversion:
     near their rate), bottleneck noise and the numbers by which images are mixed or transformed are optimised with the
     inputs. Additive noise is taken as zero, its mean. Against an undefended client this is `ig-scheliga`.
     """
-    return _targeted("cdia", {**_DROPPED, "model.*": Optimise(), **BATCHES, **SHOWN})
+    return _targeted("cdia", {**_DROPPED, "model.*": Optimise(), **BATCHES, **PROXIES, **SHOWN})
 
 
 def portfolio() -> Inversion:

@@ -16,7 +16,8 @@ from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.baselines import Guessing
 from gradveil.audit.sources import Source, TrainingSource
 from gradveil.client import Client, usual_loss
-from gradveil.core.errors import fail
+from gradveil.core.chain import Chain
+from gradveil.core.errors import fail, refuse
 from gradveil.core.noise import Key
 from gradveil.core.space import Space
 from gradveil.core.streams import Stream
@@ -98,6 +99,10 @@ class Experiment:
         put_weights(defended.model, standing.params if standing else self.weights)
         defended.model.to(self.config.device, self.dtype)
         after = any(slot is not None and slot.needs_public for slot in (defended.step, defended.send))
+        stages = [stage for slot in (defended.step, defended.send) if isinstance(slot, Chain) for _, stage in slot]
+        refuse(
+            [each for stage in stages if stage.needs for each in self.space.unmet(f"defence {defence}", stage.needs)]
+        )
         if self.public is None and after:
             raise fail("data", "has no public images, to which this defence fits its noise", "choose data that has")
         if self.public is not None and (after or any(transform.needs_public for transform in defended.batch)):

@@ -277,8 +277,13 @@ class DefendedGradient:
         def loss(at: Tensors) -> Tensor:
             return objective.value({**at, **frozen}, batch, inner)
 
+        def predict(inputs: Tensor) -> Tensor:
+            return objective.outputs(params, inputs, inner)
+
         public = Public(self.domain, of_public, batch.inputs.shape[0]) if self.domain else None
-        return Context(params, batch, inner, gradient, features, sensitivity, messages or {}, public, loss=loss)
+        return Context(
+            params, batch, inner, gradient, features, sensitivity, messages or {}, public, loss=loss, predict=predict
+        )
 
     def _single(self) -> Objective:
         """Return the objective with no buffer in half precision."""

@@ -10,7 +10,17 @@ from torch import Tensor
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, below, select, under
-from gradveil.core.types import Batch, BatchTransform, Context, HasMessages, Multiplier, Stage, Transform
+from gradveil.core.types import (
+    Batch,
+    BatchTransform,
+    Context,
+    Domain,
+    HasMessages,
+    Multiplier,
+    Searches,
+    Stage,
+    Transform,
+)
 
 
 def no_stage(name: str, transform: object) -> Iterator[Problem]:
@@ -172,6 +182,15 @@ def split(transform: Transform | None) -> tuple[Transform | None, Transform | No
     each = tuple(stage for stage in transform if stage[1].per_example)
     mean = transform.stages[len(each) :]
     return (Chain(each) if each else None), (Chain(mean) if mean else None)
+
+
+def relaxed(transform: Transform | None, domain: Domain | None) -> Transform | None:
+    """Return a chain with what its stages search as named tensors; any other transform as it is."""
+    if not isinstance(transform, Chain) or domain is None:
+        return transform
+    return Chain(
+        tuple((name, stage.relaxed(domain) if isinstance(stage, Searches) else stage) for name, stage in transform)
+    )
 
 
 def chain(**stages: Transform) -> Chain:

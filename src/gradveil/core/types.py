@@ -123,6 +123,8 @@ class Context:
     """[B] 1 for the examples that Poisson sampling chose, 0 for the others; None if all are used."""
     loss: Callable[[Tensors], Tensor] | None = None
     """(trained parameters) -> the client's mean loss on its batch."""
+    predict: Callable[[Tensor], Tensor] | None = None
+    """(inputs of the batch's shape) -> the model's outputs."""
 
     @property
     def divisor(self) -> int:
@@ -174,6 +176,8 @@ class Transform(ABC):
     """Zero entries stay zero and few others become zero, so the zeros of an earlier stage remain visible."""
     needs_public: ClassVar[bool] = False
     """The transform needs `Context.public` with images."""
+    needs: ClassVar[str] = ""
+    """What it needs of inputs, see `Space.offers`; nothing if it never looks at them."""
     identity_settings: ClassVar[Mapping[str, Any] | None] = None
     """The settings at which it is the identity, if any."""
 
@@ -220,6 +224,14 @@ class Transform(ABC):
     def in_round(self, number: int) -> Transform:
         """Return the transform of round `number` = 0, 1, ...: itself, unless it follows a (public) schedule."""
         return self
+
+
+class Searches(ABC):
+    """A transform that searches something in each application, which is too long for every iteration of an attack."""
+
+    @abstractmethod
+    def relaxed(self, domain: Domain) -> Transform:
+        """Return the transform with what this one finds as named tensors: attackers search those themselves."""
 
 
 class HasMessages(ABC):

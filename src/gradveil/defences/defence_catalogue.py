@@ -15,6 +15,7 @@ from gradveil.defences.ats import ATS
 from gradveil.defences.batch_defences import BATCHING
 from gradveil.defences.composition import NONE, Defence
 from gradveil.defences.compression import COMPRESSING
+from gradveil.defences.concealing import CONCEALING
 from gradveil.defences.deployed_filters import FILTERS
 from gradveil.defences.dp import CLIPS, PRIVATE
 from gradveil.defences.entry import DefenceEntry, Slot
@@ -48,6 +49,7 @@ _ENTRIES = (
     *LOW_RANK,
     *STANDIN,
     *ORTHOGONAL,
+    *CONCEALING,
     *INFORMED,
     *HIDING,
     *FILTERS,

@@ -30,6 +30,7 @@ Trait = Literal[
     "draws features",
     "locks",
     "turns gradients",
+    "adds proxies",
 ]
 """What a defence does that decides which attacks are tried on it: the rows of `gradveil.audit.attackers` ask for these.
 
@@ -37,7 +38,7 @@ The first two follow from the slots it fills. The others: it sends zeros, which 
 smallest, so that what was sent bounds the rest; zeros in place of the largest too; values rounded to known levels;
 noise of a known covariance; inputs mixed with others; inputs behind known transforms; units dropped at random; features
 drawn in a bottleneck; layers scaled by a key that each client keeps;
-or gradients turned by a right angle, whose norms remain."""
+gradients turned by a right angle, whose norms remain; or gradients of proxies added, which a search finds."""
 
 PRUNED: tuple[Trait, ...] = ("zeros entries",)
 ORDERED: tuple[Trait, ...] = (*PRUNED, "zeros by size")

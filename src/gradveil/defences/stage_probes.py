@@ -36,9 +36,7 @@ def data_dependent(stage: Transform, client: Client, batch: Batch) -> bool:
     update = {name: _normal(value, name) for name, value in sent.items()}
     results: list[Tensors] = []
     for other in _different(batch):
-        context = Context(
-            sent, other, gradient=ask, features=ask, sensitivity=ask, loss=ask, public=public_of(client, batch, update)
-        )
+        context = asking(sent, other, public_of(client, batch, update))
         try:
             results.append(stage.apply(update, stage.init(sent), noise, context)[0])
         except AskedError:
@@ -86,7 +84,7 @@ def noise_is_shared(stage: Transform, client: Client, batch: Batch) -> bool:
 
     sent = sent_by(client)
     public, nothing = public_of(client, batch, sent), tmap(torch.zeros_like, sent)
-    context = Context(sent, _different(batch)[0], gradient=ask, features=ask, sensitivity=ask, loss=ask, public=public)
+    context = asking(sent, _different(batch)[0], public)
     try:
         keys, device = [Key(0, (Stream.CLIENT, number)) for number in range(2)], batch.inputs.device
         added = [
@@ -114,6 +112,11 @@ class AskedError(Exception):
 def ask(*asked: object) -> NoReturn:
     """Stand in for gradients and features of private examples."""
     raise AskedError
+
+
+def asking(sent: Mapping[str, Tensor], batch: Batch, public: Public | None) -> Context:
+    """Return a context that raises `AskedError` if a stage computes with the examples."""
+    return Context(sent, batch, gradient=ask, features=ask, sensitivity=ask, loss=ask, predict=ask, public=public)
 
 
 def sent_by(client: Client) -> Mapping[str, Tensor]:

@@ -26,12 +26,12 @@ from gradveil.core.errors import FOREIGN, GradveilError, Problem, fail
 from gradveil.core.noise import Key, NoiseSpec
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, tmap
-from gradveil.core.types import Batch, BatchTransform, Context, HasMessages, Transform
+from gradveil.core.types import Batch, BatchTransform, HasMessages, Transform
 from gradveil.core.user_code import OwnEntry, called, own_entry, users
 from gradveil.defences.additive_noise import Additive
 from gradveil.defences.composition import Defence
 from gradveil.defences.guarantees import stages
-from gradveil.defences.stage_probes import AskedError, ask, data_dependent, public_of, sent_by
+from gradveil.defences.stage_probes import AskedError, asking, data_dependent, public_of, sent_by
 from gradveil.nn.check import check
 
 _ENTRIES = 1 << 20
@@ -69,9 +69,7 @@ def _added(stage: Additive, client: Client, batch: Batch, entry: float, draws: i
     """Return the noise added to an update of equal entries: at most `draws` draws [K, *shape] per parameter."""
     sent = sent_by(client)
     update = {name: torch.full_like(value, entry) for name, value in sent.items()}
-    context = Context(
-        sent, batch, gradient=ask, features=ask, sensitivity=ask, loss=ask, public=public_of(client, batch, update)
-    )
+    context = asking(sent, batch, public_of(client, batch, update))
     spec = stage.noise(sent) | stage.directions(batch)
     count = min(draws, max(_DRAWS[0], _ENTRIES // sum(value.numel() for value in sent.values())))
     rows: list[Tensors] = []
@@ -192,7 +190,7 @@ def _try_stage(where: str, stage: Transform, client: Client, batch: Batch) -> It
 
     def apply(update: Tensors, noise: Tensors) -> Tensors:
         public = public_of(client, batch, update)
-        context = Context(sent, batch, {}, ask, ask, ask, messages, public, loss=ask)
+        context = replace(asking(sent, batch, public), messages=messages)
         after: Any = stage.apply(update, dict(state), noise, context)
         pair = cast(tuple[Any, ...], after) if isinstance(after, tuple) else ()
         if len(pair) != 2:

@@ -156,7 +156,7 @@ class Inversion(InversionSettings):
         plan: Sequence[int] = (),
     ) -> Tensor:
         """Return the objective [V] at inputs [V, B, ...]; other optimised tensors take their values from `noise`."""
-        problem = InversionProblem(self, observations, simulated_client, knowledge, key)
+        problem = InversionProblem(self, observations, simulated_client, knowledge, key, judges=True)
         chunks = _chunks(range(problem.target_clients), plan)
         return torch.cat([problem.objective_at(chunk, inputs, noise) for chunk in chunks])
 
@@ -171,7 +171,7 @@ class Inversion(InversionSettings):
         plan: Sequence[int] = (),
     ) -> Tensor:
         """Return `Reconstruction.match` at inputs [V, B, ...], with the arguments of `evaluate`."""
-        problem = InversionProblem(self, observations, simulated_client, knowledge, key)
+        problem = InversionProblem(self, observations, simulated_client, knowledge, key, judges=True)
         chunks = _chunks(range(problem.target_clients), [min(_most_compared(problem), max(plan, default=1))])
         return torch.cat([problem.match_at(chunk, inputs, noise) for chunk in chunks])
 

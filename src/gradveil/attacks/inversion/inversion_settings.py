@@ -99,6 +99,11 @@ class InversionSettings(Checked):
         return replace(self, tv=variant.tv, descent=replace(self.descent, stepper=variant.stepper), variants=())
 
     @property
+    def relaxes(self) -> bool:
+        """True if it optimises what the client's defence searches (proxies), in place of repeating that search."""
+        return self.simulated_client == "full" and any(".proxy." in pattern for pattern in self.knowledge)
+
+    @property
     def together(self) -> bool:
         """True if the restarts of a target client depend on each other, and must be in one chunk."""
         return self.restarts > 1 and (self.group > 0 or self.descent.halving or self.evolves)

@@ -8,7 +8,7 @@ from round to round.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -36,6 +36,7 @@ from gradveil.attacks.labels import find_labels
 from gradveil.attacks.noise_likelihood import ADDED, COLUMNS, DRAWS, explained, log_likelihood, sharing
 from gradveil.attacks.protocol import Observation
 from gradveil.client import Client, cosine_distances, layer_statistics
+from gradveil.core.chain import relaxed
 from gradveil.core.errors import fail
 from gradveil.core.noise import Key, Noise
 from gradveil.core.streams import Stream
@@ -117,9 +118,17 @@ class InversionProblem:
         simulated_client: Client,
         knowledge: Knowledge,
         key: Key,
+        *,
+        judges: bool = False,
     ) -> None:
-        """Prepare the observed rounds: labels, masks, and the treatment of each random tensor."""
+        """Prepare the observed rounds: labels, masks, and the treatment of each random tensor.
+
+        Where it `judges` given images, it repeats a search of the defence: a search by the attack would take its place.
+        """
         original, simulated_client = simulated_client, attack.believed(simulated_client)
+        if attack.relaxes and not judges:
+            step = relaxed(simulated_client.step, simulated_client.domain)
+            simulated_client = replace(simulated_client, step=step)
         self.attack, self.simulated_client, self.knowledge, self.key = attack, simulated_client, knowledge, key
         observed = {"first": observations[:1], "last": observations[-1:], "all": observations}[attack.rounds]
         first = observed[0]

@@ -131,7 +131,12 @@ RULES: tuple[Rule, ...] = (
         "the zeros show the mask; few entries of a layer are left, so layers are compared one by one too",
         defence="zeros entries",
     ),
-    Rule(("learned",), "a network learns to undo whatever the defence does to public examples", defence="anything"),
+    Rule(
+        ("learned",),
+        "a network learns to undo whatever the defence does to public examples",
+        defence="anything",
+        unless=("adds proxies",),
+    ),
     Rule(
         ("portfolio(pruned=ordered)",),
         "the smallest and the largest entry that was sent bound what was not",
@@ -201,12 +206,14 @@ RULES: tuple[Rule, ...] = (
         ("analytic(prior=public)", f"cdia({', '.join(_CLOSED)})"),
         "the quotient is disturbed by the defence: public examples say what is likely, and a search starts there",
         update=("one example", "shown input", "changed update", "public examples"),
+        unless=("adds proxies",),
         unlabelled="labels=idlg",
     ),
     Rule(
         (f'cdia({", ".join(_CLOSED)}, objective="tokenwise-cosine")',),
         "the quotient is disturbed, and every patch has a gradient of its own",
         update=("one example", "shown input", "patches", "changed update", "public examples"),
+        unless=("adds proxies",),
         unlabelled="labels=idlg",
     ),
     Rule(
@@ -225,6 +232,7 @@ RULES: tuple[Rule, ...] = (
         "the gradient of each layer has known factors, which masks and noise leave overdetermined",
         update=("one example", "chain"),
         defence="changes updates",
+        unless=("adds proxies",),
     ),
     Rule(
         ("sme",),
@@ -248,7 +256,13 @@ RULES: tuple[Rule, ...] = (
             "steering(simulated_client=full)",
         ),
         "blocks whose rows are compared or stand alone, trap weights, and a last layer that favours one class",
-        unless=("transforms inputs",),
+        unless=("transforms inputs", "adds proxies"),
+        server="malicious",
+    ),
+    Rule(
+        ("rob(bins=512)", "rob(bins=512, sparse=true)", "curious(rows=1024, share=0.03)", "fishing", "steering"),
+        "the same; the proxies' gradients come on top, and simulating their search would take too long",
+        defence="adds proxies",
         server="malicious",
     ),
     Rule(
@@ -326,6 +340,11 @@ def aimed_by(server: Server, defence: str | DefenceEntry, kind: str | None = Non
         for text in rule.attacks
     )
     return list(dict.fromkeys((*named, *chosen)))
+
+
+def excludes(rule: Rule, defence: str) -> bool:
+    """Return whether a part of a defence does what a row must not meet."""
+    return any(traits & {*rule.unless} for traits, _ in parts_of(defence))
 
 
 def aims_at(rule: Rule, defence: str) -> bool:

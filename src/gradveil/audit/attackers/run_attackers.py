@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.protocol import Attack, CanRefuse
 from gradveil.audit.attack_selection import ADAPTIVE, MALICIOUS, UNDEFENDED, has_control, undefended, without_aim
-from gradveil.audit.attackers.attacker_table import RULES, Rule, Server, aims_at
+from gradveil.audit.attackers.attacker_table import RULES, Rule, Server, aims_at, excludes
 from gradveil.audit.attackers.update_facts import UpdateFacts
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.experiment import Experiment
@@ -209,7 +209,7 @@ def _decision(
 def _does(rule: Rule, defence: str, client: Client) -> bool:
     """Whether a defence does what a row asks for; what it does to updates shows in the client, whatever its name."""
     if rule.defence == "changes updates":
-        return client.step is not None or client.send is not None
+        return (client.step is not None or client.send is not None) and not excludes(rule, defence)
     return aims_at(rule, defence)
 
 
