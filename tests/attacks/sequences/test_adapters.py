@@ -5,6 +5,7 @@ import torch
 
 from gradveil.attacks import Knowledge, Observation, make_attack
 from gradveil.attacks.sequences.adapter_span import adapter_span
+from gradveil.attacks.sequences.token_candidates import rank_words
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.findings import findings_of
 from gradveil.client import Client
@@ -65,6 +66,29 @@ def test_true_inputs_lie_in_the_span_and_a_small_rank_is_not_decisive():
         inputs = model.layout.inputs(model, params, REVIEWS.private.inputs, 0)[0]
         words = (REVIEWS.private.inputs[0] != 0).nonzero().flatten()
         assert (span.residuals(inputs[words]) < 1e-4).all() == decisive
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("rank", [4, 40])
+def test_a_shortlist_ranks_as_all_words_are_ranked(rank, later):
+    model = adapted(rank, later, width=96)
+    _, params, sent = update_of(model)
+    span = adapter_span(sent, model.layout, params, 0, torch.float32)
+    assert span is not None
+    best = rank_words(model, model.layout, params, span, 6, 8)
+    for position, (words, residuals) in enumerate(zip(best.words, best.residuals, strict=True)):
+        whole = span.residuals(model.layout.first_inputs(model, params, position))
+        whole[model.layout.padding] = torch.inf
+        torch.testing.assert_close(residuals, whole.topk(8, largest=False).values)
+        torch.testing.assert_close(whole[words], residuals)
+
+
+@pytest.mark.parametrize("attack", ["span-rank", "embedding-search(steps=1)"])
+def test_words_are_ranked_in_the_first_round_however_small_the_rank(attack):
+    client, params, sent = update_of(adapted(4, width=96))
+    seen = Observation(params, {name: value.unsqueeze(0) for name, value in sent.items()}, 1, (0,))
+    found = make_attack(attack)([seen], client, Knowledge(REVIEWS.private.space, 2), Key(0))
+    assert (found.inputs[0, 0] != 0).any()
 
 
 def test_names_of_peft_are_read():

@@ -30,6 +30,11 @@ class AdapterSpan(TokenSpan):
 
     parts: tuple[tuple[Tensor | None, TokenSpan], ...] = ()
 
+    def factors(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return those of all spans, behind their matrices."""
+        each = [(matrix, span.factors()[0][0]) for matrix, span in self.parts]
+        return [(p, None) if a is None else (a.T @ p, a.T) for a, p in each]
+
     def residuals(self, vectors: Tensor) -> Tensor:
         """Return the root mean square of the residuals [...] in the spans."""
         squares = [

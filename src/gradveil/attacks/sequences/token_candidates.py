@@ -127,33 +127,34 @@ def _likely(
 ) -> Tensor | None:
     """Return the words [P, count] with the smallest residuals in single precision; None without a layer norm.
 
-    A normalised input is x = (g_w + h_p) / s + b with parts of the word and of the position, so that its squared
-    length, the part outside of the span, and s come from products of all words with all positions. They cancel down
-    to a residual of about 1e-3, which is enough for a shortlist.
+    A normalised input is x = (g_w + h_p) / s + b with parts of the word and of the position, so that the squared
+    lengths of x P and x Q, and s, come from products of all words with all positions. They cancel down to a residual
+    of about 1e-3, which is enough for a shortlist.
     """
     norm = model.get_submodule(layout.norm)
     if not isinstance(norm, (nn.LayerNorm, LayerNorm)) or layout.positions is None:
         return None
     weight, bias = (params.get(f"{layout.norm}.{name}") for name in ("weight", "bias"))
-    width = len(span.basis[0])
+    width = layout.word_table(params).shape[1]
     weight = torch.ones(width) if weight is None else weight
     bias = torch.zeros(width) if bias is None else bias
-    # |x S|^2 is the squared residual of a vector x.
-    outside = torch.eye(width) - span.basis.T @ ((1 - (1 - span.weights).clamp(0, 1).sqrt()).unsqueeze(1) * span.basis)
-
-    def parts(vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        centred = vectors - vectors.mean(-1, keepdim=True)
-        return centred, centred * weight, (centred * weight) @ outside
-
-    places = parts(torch.stack([layout.added(params, position) for position in range(positions)]))
-    table = parts(layout.word_table(params)[words])
-    spread, length, rest = (
-        a.square().sum(1, keepdim=True) + 2 * a @ b.T + b.square().sum(1) for a, b in zip(table, places, strict=True)
+    table, places = (
+        vectors - vectors.mean(-1, keepdim=True)
+        for vectors in (
+            layout.word_table(params)[words],
+            torch.stack([layout.added(params, position) for position in range(positions)]),
+        )
     )
-    size = (spread / width + norm.eps).sqrt()
-    along, beside = (
-        (a @ c).unsqueeze(1) + b @ c for a, b, c in zip(table[1:], places[1:], (bias, bias @ outside), strict=True)
-    )
-    squares = rest / size.square() + 2 * beside / size + (bias @ outside).square().sum()
-    squares = squares / (length / size.square() + 2 * along / size + bias.square().sum())
-    return words[squares.topk(count, dim=0, largest=False).indices].T
+    size = (_sums(table, places) / width + norm.eps).sqrt()
+
+    def squares(matrix: Tensor | None) -> Tensor:
+        g, h, b = (x if matrix is None else x @ matrix for x in (table * weight, places * weight, bias))
+        return _sums(g, h) / size.square() + 2 * ((g @ b).unsqueeze(1) + h @ b) / size + b.square().sum()
+
+    residuals = torch.stack([squares(p) / squares(q) for p, q in span.factors()]).mean(0)
+    return words[residuals.topk(count, dim=0, largest=False).indices].T
+
+
+def _sums(one: Tensor, other: Tensor) -> Tensor:
+    """Return the squared lengths [A, B] of the sums of all pairs of vectors [A, d] and [B, d]."""
+    return one.square().sum(1, keepdim=True) + 2 * one @ other.T + other.square().sum(1)

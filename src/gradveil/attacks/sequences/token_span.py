@@ -42,6 +42,11 @@ class TokenSpan:
         """Number of directions."""
         return len(self.basis)
 
+    def factors(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return matrices P and Q [d, k]: the squared residual of x is the mean of |x P|^2 / |x Q|^2, Q None for 1."""
+        inside = 1 - (1 - self.weights).clamp(0, 1).sqrt()
+        return [(torch.eye(self.basis.shape[1]) - self.basis.T @ (inside.unsqueeze(1) * self.basis), None)]
+
     def residuals(self, vectors: Tensor) -> Tensor:
         """Return the length [...] of the part of each unit vector [..., d] that the span does not explain.
 
