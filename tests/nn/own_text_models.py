@@ -50,6 +50,14 @@ class Transformer(OwnClassifier):
         return self.layers(x + self.places(torch.arange(x.shape[1]))).mean(1)
 
 
+class Masked(Transformer):
+    """Hides padding from attention: in evaluation torch would turn to nested tensors."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids) + self.places(torch.arange(ids.shape[1]))
+        return self.head(self.layers(x, src_key_padding_mask=ids == 0).mean(1))
+
+
 class Columns(OwnClassifier):
     """Looks single columns up, as models of rows do: no text."""
 

@@ -8,7 +8,7 @@ import gradveil
 from gradveil.core.errors import GradveilError
 from gradveil.nn.models import build
 from gradveil.nn.models.own_text import OwnText, reading_tokens
-from tests.nn.own_text_models import Columns, Convolution, OwnClassifier, Recurrent, Transformer
+from tests.nn.own_text_models import Columns, Convolution, Masked, OwnClassifier, Recurrent, Transformer
 
 WORDS, LENGTH = 60, 8
 FACTS = {"vocabulary": WORDS, "length": LENGTH, "padding": 0}
@@ -50,6 +50,27 @@ def test_the_words_of_an_update_come_back(kind):
     assert found.metrics["recall"] == 1
     if kind is Transformer:  # positions give the order
         assert found.metrics["exact"] == 1
+
+
+def test_an_update_of_unknown_texts_needs_their_length_alone():
+    torch.manual_seed(0)
+    model, (ids, labels) = Masked(WORDS, LENGTH).eval(), texts()
+    sent = update(model, ids, labels)
+    assert torch.equal(gradveil.invert(model, sent, length=LENGTH, prepare=True).images, ids)
+    with pytest.raises(GradveilError) as caught:
+        gradveil.invert(model, sent, prepare=True)
+    assert caught.value.problems[0].where == "shape"
+    assert "length" in caught.value.problems[0].remedy
+
+
+@pytest.mark.parametrize("broken", [lambda v: v * torch.nan, lambda v: v.to_sparse()])
+def test_an_update_that_overflowed_or_is_sparse_is_refused(broken):
+    model, (ids, labels) = OwnClassifier(WORDS), texts()
+    sent = update(model, ids, labels)
+    sent["table.weight"] = broken(sent["table.weight"])
+    with pytest.raises(GradveilError) as caught:
+        gradveil.invert(model, sent, length=LENGTH)
+    assert [problem.where for problem in caught.value.problems] == ["update['inner.table.weight']"]
 
 
 def test_a_bag_of_words_identifies_its_sentence_though_no_order_is_known():

@@ -545,6 +545,8 @@ def invert_update(
     like = next(iter(update.values()))
     words = space is not None and "tokens" in space.offers
     blank = torch.zeros(examples, *shape, dtype=torch.long if words else like.dtype)
+    if space is not None and words and space.model_facts()["padding"] == 0:
+        blank += 1  # a text of padding alone has nothing to look at
     try_on = (blank, torch.zeros(examples, dtype=torch.long))
     model, _, changed = prepared(model, try_on, loss, prepare)
     refuse(changed or model_problems(model, try_on, loss, examples, prepare))
@@ -610,7 +612,8 @@ def _wrong(
         remedy = "give a dict of the tensors that were sent, by parameter name"
         yield Problem("update", f"is {type(update).__name__}", remedy)
     if shape is None or len(shape) != sides or not all(isinstance(side, int) and side >= 1 for side in shape):
-        yield Problem("shape", f"is {shape}", "say what one input looks like: shape=(channels, height, width)")
+        remedy = "say what one input looks like: shape=(channels, height, width), or of a text length=its tokens"
+        yield Problem("shape", f"is {shape}", remedy)
     if examples < 1:
         yield Problem("examples", f"is {examples}", "give how many examples the update is made from")
     for name, value in (("labels", labels), ("truth", inputs), ("truth's labels", true_labels)):
@@ -629,6 +632,10 @@ def _misfits(client: Client, update: Mapping[str, Tensor]) -> Iterator[Problem]:
             yield Problem(f"update['{name}']", "is no trained parameter of the model", "leave it out")
         elif tuple(value.shape) != wanted[name]:
             yield Problem(f"update['{name}']", f"is {tuple(value.shape)}", f"the model's is {wanted[name]}")
+        elif value.layout != torch.strided:
+            yield Problem(f"update['{name}']", f"is sparse ({value.layout})", "give value.to_dense()")
+        elif not bool(value.isfinite().all()):
+            yield Problem(f"update['{name}']", "holds NaN or infinity", "give one of a step that did not overflow")
 
 
 def _unfit(attack: Attack, client: Client, knowledge: Knowledge, examples: int) -> Iterator[Problem]:

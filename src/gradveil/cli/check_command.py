@@ -101,7 +101,7 @@ def check(
     with redirect_stdout(sys.stderr):  # Output of a user's model must not mix with the result.
         experiment = open_experiment(config, data_dir, checked=False)
         net = experiment.model(config.seeds[0])  # Raises for a model that cannot be built, which is wrong use.
-        problems = obstacles(experiment).problems
+        problems, unfit = obstacles(experiment)
         problems += [] if _stopped(problems) else model_problems(experiment)
         decisions = [] if _stopped(problems) else decide(experiment)
         if not _stopped(problems):
@@ -115,7 +115,9 @@ def check(
     else:
         _show(problems, net, config, run is not None, verbose)
         if ADAPTIVE in config.attacks and not _stopped(problems):
-            fit = dict.fromkeys((*experiment.attacks, *(each.attack for each in decisions if not each.reason)))
+            none = {attack for _, _, attack in unfit}
+            all_of_it = (*experiment.attacks, *(each.attack for each in decisions if not each.reason))
+            fit = dict.fromkeys(attack for attack in all_of_it if attack not in none)
             typer.echo(f"Attacks that apply ({ADAPTIVE}): {listing(fit)}.")
         idle = [each for each in decisions if each.reason or ADAPTIVE not in config.attacks]
         if verbose and (skipped := untried(idle)):

@@ -54,10 +54,11 @@ def text_arguments(
         return TextArguments(net, (ids, labels), own, examples.example, changes)
     table = word_table(model)
     reads = isinstance(model, TokenModel) or reads_tokens(model)
-    if not (reads or tokenizer is not None or isinstance(examples, list | tuple | str | Mapping)):
+    asked = examples is None and length is not None  # an update of texts, which nobody gives
+    if not (reads or asked or tokenizer is not None or isinstance(examples, list | tuple | str | Mapping)):
         return None
     read = None if examples is None else read_texts(examples, where, limit)
-    if read is None and not reads:
+    if read is None and not (reads or (asked and table is not None)):
         return None
     if read is None and examples is not None:
         what = f"holds no texts for a model that reads token numbers ({type(examples).__name__})"

@@ -5,7 +5,7 @@ from gradveil.core.settings import Argument, Choice, Flag, Range
 from gradveil.defences.additive_noise import Additive, Gaussian, Laplacian
 from gradveil.defences.aligned import Aligned
 from gradveil.defences.ats import Ats
-from gradveil.defences.batch_defences import InstaHide, LabelSmoothing, Mixup
+from gradveil.defences.batch_defences import InstaHide, LabelSmoothing, Mixup, TokenDropout
 from gradveil.defences.composition import NONE, Defence, ModelSurgery
 from gradveil.defences.compression import Dgc, MinMax, Quantise, Sign
 from gradveil.defences.defence_catalogue import ALL_DEFENCES, DEFENCES, entries, parse
@@ -19,7 +19,6 @@ from gradveil.defences.model_defences import CvbSurgery, DropoutSurgery, KeyLock
 from gradveil.defences.optimal import OptimalNoise, OptimalPruning
 from gradveil.defences.pruning import Dual, Magnitude, Pruning
 from gradveil.defences.standin import StandIn
-from gradveil.defences.token_dropout import TokenDropout
 
 __all__ = [
     "ALL_DEFENCES",

@@ -26,7 +26,6 @@ from gradveil.defences.optimal import INFORMED
 from gradveil.defences.orthogonal import ORTHOGONAL
 from gradveil.defences.pruning import PRUNING
 from gradveil.defences.standin import STANDIN
-from gradveil.defences.token_dropout import TOKEN_DROPOUT
 from gradveil.defences.user_defence import own_defence
 
 _UNDEFENDED = DefenceEntry(
@@ -54,9 +53,7 @@ _ENTRIES = (
     *HIDING,
     *FILTERS,
 )
-DEFENCES: dict[str, DefenceEntry] = {
-    entry.name: entry for entry in (*_ENTRIES, *BATCHING, *TOKEN_DROPOUT, *ATS, *MODEL_DEFENCES)
-}
+DEFENCES: dict[str, DefenceEntry] = {entry.name: entry for entry in (*_ENTRIES, *BATCHING, *ATS, *MODEL_DEFENCES)}
 """Every defence by name. `DEFENCES["dp"](clip=20, sigma=1e-4)` builds one; `gradveil.defences.parse` reads a text."""
 
 

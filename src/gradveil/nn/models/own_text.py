@@ -27,14 +27,17 @@ class OwnText(TokenModel):
         """Wrap a module and watch it read an example [1, T]; refuse one that looks no token numbers up."""
         super().__init__()
         self.inner = replace_layernorm(inner)
+        for module in self.inner.modules():
+            if isinstance(module, nn.TransformerEncoder):  # nested tensors know few operations, and no derivatives
+                module.use_nested_tensor = False
         self.training = inner.training
         self.input_shape = tuple(example.shape[1:])
         read, head = _watched(self.inner, example)
         words = [path for path, given in read.items() if torch.equal(given, example)]
         if len(words) != 1:
-            found = f"{len(words)} tables ({', '.join(words)})" if words else "no nn.Embedding"
+            found = f"{len(words)} tables ({', '.join(words)})" if words else "no nn.Embedding as they are"
             what = f"looks the token numbers up in {found}; gradients of texts are read off one table"
-            raise fail("model", what, "look the numbers up in one nn.Embedding, or give a model of transformers")
+            raise fail("model", what, "look all numbers up in one nn.Embedding, or give a model of transformers")
         count = torch.arange(example.shape[1])
         places = {
             path: int(given.flatten()[0])
