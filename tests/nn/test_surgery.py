@@ -276,3 +276,15 @@ def test_prepare_makes_a_recurrent_model_one_that_batches():
     prepared, done = prepare(Last(), batch=batch)
     assert done == ["recurrent layers computed step by step: module 'steps'"]
     assert not layer_problems(prepared)
+
+
+def test_a_recurrent_layer_keeps_what_users_models_ask_of_it_and_refuses_packed_sequences():
+    old = nn.LSTM(5, 7, batch_first=True)
+    new = replace_recurrent(nn.Sequential(old))[0]
+    new.flatten_parameters()
+    for name in ("input_size", "hidden_size", "num_layers", "bidirectional", "batch_first"):
+        assert getattr(new, name) == getattr(old, name)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(2, 4, 5), torch.tensor([4, 2]), batch_first=True)
+    with pytest.raises(GradveilError) as caught:
+        new(packed)
+    assert "padded" in caught.value.problems[0].remedy

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gradveil.core.errors import fail
+
 
 class Recurrence(nn.Module):
     """What an `nn.RNN`, `nn.LSTM` or `nn.GRU` computes, with its parameters under their names.
@@ -18,23 +20,29 @@ class Recurrence(nn.Module):
     def __init__(self, old: nn.RNNBase) -> None:
         """Take the settings and the parameters of a layer."""
         super().__init__()
-        self.mode, self.layers, self.width = old.mode, old.num_layers, old.hidden_size
-        self.batch_first, self.both_ways = old.batch_first, old.bidirectional
+        self.mode, self.num_layers, self.hidden_size = old.mode, old.num_layers, old.hidden_size
+        self.batch_first, self.bidirectional, self.input_size = old.batch_first, old.bidirectional, old.input_size
         for name, value in old.named_parameters():
             self.register_parameter(name, value)  # tied ones stay tied
 
     def extra_repr(self) -> str:
         """Say what is computed."""
-        return f"{self.mode}, layers={self.layers}, width={self.width}"
+        return f"{self.mode}, layers={self.num_layers}, width={self.hidden_size}"
 
-    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+    def flatten_parameters(self) -> None:
+        """Do nothing: users' models call it, and torch's own moves parameters there."""
+
+    def forward(self, x: Any, state: Any = None) -> tuple[Tensor, Any]:
         """Return the outputs of the last layer, and the last states of all: h, of an LSTM (h, c)."""
+        if not isinstance(x, Tensor):
+            remedy = "give padded tensors to recurrent layers"
+            raise fail("model", "packs sequences, whose lengths depend on the data", remedy)
         steps = x.transpose(0, 1) if self.batch_first and x.dim() == 3 else x
         given = (state,) if isinstance(state, Tensor) else state
         ends: list[tuple[Tensor, ...]] = []
-        for layer in range(self.layers):
+        for layer in range(self.num_layers):
             outputs = []
-            for way in ("", "_reverse") if self.both_ways else ("",):
+            for way in ("", "_reverse") if self.bidirectional else ("",):
                 here = None if given is None else tuple(part[len(ends)] for part in given)
                 found, end = self._run(steps.flip(0) if way else steps, f"_l{layer}{way}", here)
                 outputs.append(found.flip(0) if way else found)
@@ -49,7 +57,7 @@ class Recurrence(nn.Module):
         weight_in, weight = getattr(self, f"weight_ih{suffix}"), getattr(self, f"weight_hh{suffix}")
         bias_in, bias = getattr(self, f"bias_ih{suffix}", None), getattr(self, f"bias_hh{suffix}", None)
         if state is None:
-            zeros = torch.zeros_like(steps[0, ..., :1]).expand(*steps.shape[1:-1], self.width)
+            zeros = torch.zeros_like(steps[0, ..., :1]).expand(*steps.shape[1:-1], self.hidden_size)
             state = (zeros, zeros) if self.mode == "LSTM" else (zeros,)
         outputs = []
         for seen in F.linear(steps, weight_in, bias_in).unbind():

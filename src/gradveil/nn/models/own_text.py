@@ -12,8 +12,8 @@ from gradveil.nn.token_layout import TokenLayout, TokenModel
 
 WRAPPED = "attention computed eagerly behind an additive mask, LayerNorm by its formula"
 """Changes that a wrapped model of transformers has."""
-WATCHED = "LayerNorm by its formula; the word table was found by watching the model read a text"
-"""Changes that a wrapped module of the user has."""
+WATCHED = "LayerNorm by its formula"
+"""The change that a wrapped module of the user has, if it holds one."""
 
 
 class OwnText(TokenModel):
@@ -72,7 +72,8 @@ def reading_tokens(model: nn.Module, example: Tensor) -> tuple[TokenModel, tuple
         return model, ()
     if reads_tokens(model) or word_table(model) is None:
         return HuggingFaceText(model, example.shape[1]), (WRAPPED,)
-    return OwnText(model, example), (WATCHED,)
+    changed = any(isinstance(module, nn.LayerNorm) for module in model.modules())
+    return OwnText(model, example), (WATCHED,) if changed else ()
 
 
 def word_table(model: nn.Module) -> nn.Embedding | None:
