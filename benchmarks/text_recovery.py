@@ -7,8 +7,9 @@
     python benchmarks/text_recovery.py --defence noise=0.1 --no-rows --attack embedding-search --sentences 16
 
 `--defence` changes the gradient tensor by tensor: noise of a relative l2 size, the share that is kept, dual pruning of
-the largest and smallest shares, or signs. `--record FILE` writes a row after each batch, in place of one with fewer
-sentences, and skips those that have as many: an interrupted series goes on with the next row.
+the largest and smallest shares, or signs; `dp` clips the whole gradient to 1 and adds noise to each entry. `--record
+FILE` writes a row after each batch, in place of one with fewer sentences, and skips those that have as many: an
+interrupted series goes on with the next row. `--figure FILE` draws the ranks that are recorded, and stops.
 """
 
 from __future__ import annotations
@@ -76,11 +77,14 @@ def gradient(model: TokenModel, batch: Batch, only: tuple[str, ...]) -> dict[str
 
 
 def defended(update: dict[str, Tensor], defence: str, generator: torch.Generator) -> dict[str, Tensor]:
-    """Change a gradient tensor by tensor."""
+    """Change a gradient tensor by tensor; DP-SGD clips the whole of it to 1 before it adds noise."""
     kind, _, number = defence.partition("=")
+    whole = float(torch.stack([value.norm() for value in update.values()]).norm())
     changed = {}
     for name, value in update.items():
-        if kind == "noise":
+        if kind == "dp":
+            value = value / max(whole, 1.0) + float(number) * torch.randn(value.shape, generator=generator)
+        elif kind == "noise":
             drawn = torch.randn(value.shape, generator=generator)
             value = value + float(number) * value.norm() / value.numel() ** 0.5 * drawn
         elif kind == "keep":
@@ -161,22 +165,53 @@ def recorded(options: argparse.Namespace, setting: dict[str, Any]) -> tuple[list
     return others, same
 
 
+def curves(rows: list[dict[str, Any]], file: Path) -> None:
+    """Draw the shares of true words among the first of the vocabulary: against noise, DP noise, and what is kept."""
+    from matplotlib import pyplot
+
+    pyplot.rcParams["svg.hashsalt"] = "gradveil"
+    titles = {
+        "noise": "noise, relative to each tensor's norm",
+        "dp": "DP-SGD: noise of an entry, whole gradient clipped to 1",
+        "keep": "share of entries kept",
+    }
+    figure, axes = pyplot.subplots(1, len(titles), figsize=(11, 3), sharey=True, layout="constrained")
+    for axis, (kind, title) in zip(axes, titles.items(), strict=True):
+        chosen = [row for row in rows if "first_1" in row and row["defence"].startswith(f"{kind}=")]
+        chosen.sort(key=lambda row: float(row["defence"].partition("=")[2]))
+        amounts = [float(row["defence"].partition("=")[2]) for row in chosen]
+        for count, marker in ((100, "^"), (10, "s"), (1, "o")):
+            shares = [100 * row[f"first_{count}"] for row in chosen]
+            axis.plot(amounts, shares, marker=marker, label="first" if count == 1 else f"among the first {count}")
+        axis.set(xscale="log", xlabel=title, ylim=(0, 103))
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("true words, %")
+    axes[0].legend(loc="lower left")
+    figure.savefig(file, metadata={"Date": None})
+
+
 def main() -> None:
     """Print one JSON object per batch size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("minilm", "decoder"), default="minilm")
     parser.add_argument("--folder", type=Path, help="folder of the encoder; default: of the installed package")
-    parser.add_argument("--data", type=Path, required=True, help="folder with NAME-train.parquet and NAME-test.parquet")
+    parser.add_argument(
+        "--data", type=Path, default=Path(), help="folder with NAME-train.parquet and NAME-test.parquet"
+    )
     parser.add_argument("--name", default="movie-reviews")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--sentences", type=int, default=16)
-    parser.add_argument("--defence", default="none", help="none, noise=0.1, keep=0.5, dgp=0.05,0.75, sign")
+    parser.add_argument("--defence", default="none", help="none, noise=0.1, keep=0.5, dgp=0.05,0.75, sign, dp=1e-4")
     parser.add_argument("--attack", choices=tuple(ATTACKS), default="span-rank")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--no-rows", dest="rows", action="store_false", help="embeddings are frozen: attention alone")
     parser.add_argument("--ranks", action="store_true", help="ranks of the first layer instead of sentences")
     parser.add_argument("--record", type=Path, help="file of rows to go on with")
+    parser.add_argument("--figure", type=Path, help="draw the recorded ranks into an SVG file")
     options = parser.parse_args()
+    if options.figure:
+        curves([json.loads(line) for line in options.record.read_text().splitlines()], options.figure)
+        return
     from tokenizers import Tokenizer
 
     folder = options.folder
