@@ -80,7 +80,7 @@ DATA = {
         local={"lr": 0.003, "optimiser": "adam"},
         defences=("none", "prune(0.9)", "dgp", "sign", "gaussian(1e-2)"),
         epsilons=(1.0, 3.0, 8.0, 50.0),
-        sigmas=(1e-2, 1e-4),
+        sigmas=(0.1, 0.03, 1e-2, 1e-4),
     ),
 }
 MODELS = sorted({model for study in DATA.values() for model in study.models})
