@@ -257,8 +257,8 @@ class TableSpace(Space):
         """Return the row of modes and medians, and cells drawn one by one from other rows (public marginals)."""
         count = len(views)
         usual = self.average(views).expand(tested, -1)
-        # Each column is shifted by 1 to count - 1 rows, so that no cell is the row's own. The
-        # prime factor gives different columns different shifts.
+        # Each column is shifted by 1 to count - 1 rows, so that no cell is the row's own. The prime factor gives
+        # different columns different shifts.
         steps = [1 + (7919 * (place + 1)) % max(1, count - 1) for place in range(len(self.columns))]
         pairs = zip(steps, views.unbind(-1), strict=True)
         drawn = torch.stack([cells.roll(step)[:tested] for step, cells in pairs], -1)
