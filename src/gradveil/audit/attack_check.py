@@ -135,6 +135,7 @@ def _side(row: Row) -> Literal["above", "below", "between", "unknown"]:
     if end is None or truth is None:
         return "unknown"
     unit = _unit(row)
+    # Within 5%, or within rounding where the true images have the objective 0.
     if end <= truth + 0.05 * abs(truth) + 1e-6 * unit:
         return "below"
     return "above" if _exceeds(end, truth, 1e-4 * unit) else "between"

@@ -182,6 +182,7 @@ class Guessing:
         return self._fields[label]
 
     def _pairs(self) -> int:
+        # `PAIRS` is meant for 1024 values of a view: larger views get fewer pairs, at the same cost.
         return PAIRS * 1024 // math.prod(self.public.space.view_shape) // self.classes
 
 
@@ -228,6 +229,7 @@ class Gallery:
             weights[members[label]] = count / size
             copies = torch.bincount(self._image[members[label]])
             share = min(1.0, _most(copies, count) / size)
+            # Known are count - 1 of the class's images: it is one of the others.
             aimed = min(1.0, _most(copies, len(labels)) / (size - count + 1))
             found[label] = NamingChance(share, size, int(copies.max()) == 1, aimed)
         hits = torch.zeros(self._distinct, dtype=torch.double).index_add_(0, self._image, weights)
@@ -277,6 +279,7 @@ def _compare(public: Dataset, overall: Tensor, threshold: float, pairs: int, of:
     """Compare the candidates of a class with its images, as far as the budget of pairs goes."""
     space, views = public.space, public.views.double()
     few = len(views) ** 2 <= pairs
+    # Between the limits six images a guess: sqrt(6 pairs) images and sqrt(pairs / 6) guesses.
     tested = views if few else views[: max(16, min(TESTED, math.isqrt(6 * pairs)))]
     guesses = torch.arange(len(tested)) if few else _candidates(space, tested, max(8, pairs // len(tested)))
     alike = space.similarity(tested[guesses], tested)
@@ -307,6 +310,7 @@ def _cover(passes: Tensor, places: Tensor, weights: Tensor) -> list[Chance]:
     while left.any():
         itself = torch.where(places >= 0, left[places], 0.0)
         reached = covered | passes
+        # A place of -1 reads the last image here; `itself` = 0 leaves that out of the gains.
         own = reached[torch.arange(len(places)), places]
         gains = reached.double() @ left - itself * own
         shares = gains / (left.sum() - itself).clamp(min=1e-12)
@@ -425,6 +429,8 @@ def _test(row: Row, name: str) -> Test | None:
         return None
     counts = _identified if criterion.control == "identified" else _recovered
     observed = sum(bool(image.scores[criterion.flag]) for image in images)
+    # Nobody knows how many copies of an image one guess hits at a time: the number with the largest p counts. It
+    # changes the spread of the hits and not their mean, so that the first distribution gives `expected`.
     most = max(_multiplicities(images).values())
     masses = [added(counts(images, known, together)) for together in range(1, most + 1)]
     expected = sum(count * share for count, share in enumerate(masses[0]))
@@ -498,6 +504,7 @@ def _in_blocks(
             blocks[kind, chance, count % size] += 1
     for (_, chance, size), count in blocks.items():
         mass = [0.0] * (count * size + 1)
+        # A block is hit as a whole: hits come in multiples of its size.
         mass[::size] = beta_binomial(count, chance.share, chance.images)
         yield tuple(mass)
 

@@ -539,6 +539,7 @@ def _matches(tensors: Mapping[str, Tensor]) -> dict[str, float | None]:
     }
     if len(names) == 2:
         return found
+    # Columns: match, layers, and behind them those of `explained`, with the extent of shared noise second.
     shared = torch.stack([answer[:, 3], truth[:, 3]]).amax(0)
     gap, spreads = likelier(answer, truth)
     return found | {

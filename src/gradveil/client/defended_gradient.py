@@ -140,6 +140,7 @@ class DefendedGradient:
         mean = at.weighed(each) if bool((weights == 1).all()) else None
         if mean is None:
             return self.averaged(each, at.each(), params, part, inner, weights)
+        # `weighed` divides by the number drawn; Poisson sampling divides by the expected number, whoever was drawn.
         return {name: value * (len(drawn) / self.expected) for name, value in mean.items()}
 
     def _by_example(self, each: Transform | None, params: Tensors, noise: Mapping[str, Tensor]) -> set[str]:

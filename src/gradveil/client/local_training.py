@@ -101,15 +101,19 @@ def train(local: Local, params: Tensors, steps: int, gradient: Callable[[int, Te
         # Where nothing will be differentiated, what the first step made may be overwritten by the next ones.
         mine = t > 0 and not torch.is_grad_enabled()
         g = gradient(t, params)
+        # Before the moments, as in torch's SGD and Adam: an L2 penalty, not AdamW's decoupled decay.
         if local.weight_decay:
             g = {name: torch.add(value, params[name], alpha=local.weight_decay) for name, value in g.items()}
         if local.optimiser == "adam":
             (b1, b2), zero = local.betas, not first
+            # m <- b1 m + (1 - b1) g, which `lerp` computes, and v <- b2 v + (1 - b2) g^2; both start at 0.
             first = {name: v * (1 - b1) if zero else torch.lerp(first[name], v, 1 - b1) for name, v in g.items()}
             second = {
                 name: v * v * (1 - b2) if zero else torch.addcmul(second[name] * b2, v, v, value=1 - b2)
                 for name, v in g.items()
             }
+            # lr m / (1 - b1^T) and sqrt(v / (1 - b2^T)) with T = t + 1: the corrections are numbers, taken out of the
+            # tensors.
             size, spread = local.lr / (1 - b1 ** (t + 1)), (1 - b2 ** (t + 1)) ** -0.5
             below = {name: _root(v) * spread + local.eps for name, v in second.items()}
             moved = {name: torch.addcdiv(params[name], first[name], below[name], value=-size) for name in g}
@@ -117,6 +121,7 @@ def train(local: Local, params: Tensors, steps: int, gradient: Callable[[int, Te
             if local.momentum and mine:
                 first = {n: first[n].mul_(local.momentum).add_(v) for n, v in g.items()}
             elif local.momentum:
+                # Cloned, because later steps write into it, and g may belong to whoever computed it.
                 first = {n: torch.add(v, first[n], alpha=local.momentum) if first else v.clone() for n, v in g.items()}
             move = {n: torch.add(v, first[n], alpha=local.momentum) for n, v in g.items()} if local.nesterov else first
             subtract = Tensor.sub_ if mine else torch.sub
@@ -129,6 +134,8 @@ def _root(square: Tensor) -> Tensor:
     """Square root whose derivative at zero is zero instead of infinite: untouched parameters stay differentiable."""
     if not torch.is_grad_enabled():
         return square.sqrt()
+    # Both sides of a `where` are differentiated, and 0 times the infinite slope at 0 is NaN: so the root gets a 1
+    # there.
     safe = torch.where(square > 0, square, torch.ones_like(square))
     return torch.where(square > 0, safe.sqrt(), torch.zeros_like(square))
 

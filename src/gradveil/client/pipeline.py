@@ -186,6 +186,7 @@ class Pipeline:
         def finish(t: int, now: Tensors) -> None:
             """Keep where those have come who have had t steps."""
             nonlocal state
+            # The longest come first: those with exactly t steps are the last of those who are left.
             for i in reversed(range(sum(length > t for length in lengths), len(tasks) - len(computed))):
                 out = {name: value[i] for name, value in now.items()} if several else now
                 update = {name: start[name] - out[name] for name in self.gradient.trained}
@@ -203,6 +204,8 @@ class Pipeline:
                 batch = examples[i](t, noise)
                 held = spread(self.private.moved(kept, now), len(batch.inputs)) if kept else {}
                 inputs.append(StepInput(batch, {**noise, **held}, drawn[i][t] if local.sampling == "poisson" else None))
+            # At the start all have the same parameters: without a dimension of clients, their gradients need one sweep
+            # of shared weights.
             at = start if t == 0 else {name: now[name][: len(inputs)] if several else now[name] for name in start}
             g, state = self._step(at, frozen, inputs, state, several=several, shared=t == 0)
             g = alike(g, now)
@@ -312,6 +315,7 @@ class Pipeline:
         each, mean = split(self.gradient.step)
         gradients = per_client_gradients(*given)
         if each is not None:
+            # [V B, ...] -> [V, B, ...]: in `_swept_inputs` each example is a target client.
             gradients = {
                 name: value.reshape(*batch.inputs.shape[:2], *value.shape[1:]) for name, value in gradients.items()
             }

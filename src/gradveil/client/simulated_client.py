@@ -95,6 +95,7 @@ def layer_statistics(client: Client, params: Tensors, batch: Batch, noise: Tenso
             inner = {
                 name: value.flatten(0, 1) for name, value in select(own_noise, "model").items() if name not in kept
             }
+            # Each member's own layers, once for each of its examples, which stand one member after the other.
             inner |= {name: value.repeat_interleave(each, 0) for name, value in kept.items()}
         with batch_statistics(client.model) as found:
             client.objective.outputs(params, own.inputs, inner)

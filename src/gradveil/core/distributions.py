@@ -44,6 +44,7 @@ class Shares:
     def sample(self, shape: tuple[int, ...], dtype: torch.dtype, source: Source) -> Tensor:
         """Draw one tensor on the CPU, by rejection sampling."""
         drawn = self._shares(shape, source)
+        # Only rows outside of the limits are replaced: a row's law is that of the shares, given the limits.
         while bool((bad := (drawn.amax(-1) > self.cap) | (drawn[..., :2].sum(-1) < self.least)).any()):
             drawn = torch.where(bad.unsqueeze(-1), self._shares(shape, source), drawn)
         return drawn.to(dtype)

@@ -58,6 +58,7 @@ def rounded_up(value: float, digits: int = 3) -> float:
     if value <= 0:
         return 0.0
     places = digits - 1 - math.floor(math.log10(value))
+    # 1.1 * 100 is a little more than 110 in floating point: without the inner rounding it would become 1.11.
     return math.ceil(round(value * 10.0**places, 6)) / 10.0**places
 
 

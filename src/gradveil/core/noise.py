@@ -55,6 +55,7 @@ def uniform(shape: tuple[int, ...], dtype: torch.dtype, source: Source) -> Tenso
     """Draw from U[0, 1): multiples of the spacing of this dtype's numbers just below 1."""
     if isinstance(source, torch.Generator):
         return torch.rand(shape, dtype=dtype, generator=source)
+    # 53 for float64, 24 for float32: all bits of a number below 1.
     digits = 1 - round(math.log2(torch.finfo(dtype).eps))
     drawn = source.words(math.prod(shape)) >> np.uint64(64 - digits)
     return tensor(drawn.astype(np.float64) * 2.0**-digits, shape).to(dtype)
@@ -225,6 +226,7 @@ class Laplace:
 
     def sample(self, shape: tuple[int, ...], dtype: torch.dtype, source: Source) -> Tensor:
         """Draw one tensor on the CPU."""
+        # u = -1/2 can be drawn, and would give log 0: the clamp makes the largest number 53 log 2 scales.
         u = uniform(shape, torch.float64, source) - 0.5
         tail = torch.log1p(-2 * u.abs().clamp(max=0.5 - 2**-54))
         return (-self.scale * torch.sign(u) * tail).to(dtype)

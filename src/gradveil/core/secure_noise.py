@@ -109,6 +109,7 @@ class CipherStream:
     def words(self, count: int) -> Words:
         """Return the next words: up to 2^35 of them, 256 GiB."""
         self.count += count
+        # Zeros encrypt to the key stream itself.
         drawn = bytearray(8 * count)
         self._cipher.update_into(drawn, drawn)
         return np.frombuffer(drawn, "<u8").astype(np.uint64, copy=False)
@@ -172,6 +173,7 @@ def _nearest(drawn: Words, scale: float) -> _Nearest:
     nearest = np.rint(y)
     size = np.abs(z, out=z)
     relative, absolute = TOLERANCE
+    # y is wrong by at most scale (absolute + relative |z|). It is safe if it lies farther than that from n + 1/2.
     margin = 0.5 - absolute * scale - (relative * scale) * size
     unsure = np.abs(np.subtract(y, nearest, out=y), out=y) >= margin
     unsure |= size > _FAR
@@ -180,10 +182,12 @@ def _nearest(drawn: Words, scale: float) -> _Nearest:
 
 def _exact(drawn: int, guess: int, scale: float, more: Words) -> int:
     """Compute n for a word of u and additional digits: the least |n| with Phi(-(|n| + 1/2) / scale) < u."""
+    # The word's 63 digits of u as in `halves`, the lowest bit being the sign, and behind them the new ones.
     digits = drawn >> 1
     for word in more.tolist():
         digits = (digits << 64) | word
     with localcontext(_PRECISE):
+        # The midpoint (digits + 1/2) of an interval of length 2^-(64 + 64 k), in (0, 1/2).
         u = (2 * Decimal(digits) + 1) / 2 ** (65 + 64 * len(more))
         steps = Decimal(scale)
 
@@ -212,6 +216,7 @@ def tail(x: Decimal) -> Decimal:
     ...     round(tail(Decimal(0)), 3), round(tail(Decimal("1.959963984540054")), 16)
     (Decimal('0.500'), Decimal('0.0250000000000000'))
     """
+    # `term` is x^odd / (1 * 3 * ... * odd).
     square, term, total, odd = x * x, x, x, 1
     while term > total * Decimal("1e-105"):
         odd += 2

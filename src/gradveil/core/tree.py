@@ -41,6 +41,8 @@ def root(square: Tensor) -> Tensor:
     """Square root of a non-negative tensor; its derivative at zero is zero, not infinite."""
     if plain(square):
         return square.sqrt()
+    # Both sides of a `where` are differentiated, and 0 times the infinite slope at 0 is NaN: so the root gets a 1
+    # there.
     safe = torch.where(square > 0, square, torch.ones_like(square))
     return torch.where(square > 0, safe.sqrt(), torch.zeros_like(square))
 

@@ -152,6 +152,8 @@ class Multiplier:
 
         def numbers(squares: Mapping[str, Tensor]) -> Tensors:
             first = self.of_norms(squares)
+            # What `after` meets: norms once the first factors are on. Nobody takes factors where there are masks;
+            # behind a mask the norms would be others.
             left = {name: square * first[name].square() for name, square in squares.items()}
             return tmap(torch.mul, first, after.of_norms(left))
 

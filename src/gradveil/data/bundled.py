@@ -38,6 +38,7 @@ def digits() -> Raw:
         from sklearn.datasets import load_digits
 
     features, numbers = load_digits(return_X_y=True)
+    # The levels of grey are 0 to 16.
     pixels = torch.as_tensor(features, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
     labels = torch.as_tensor(numbers, dtype=torch.int64)
     cut = _DIGITS_PUBLIC
@@ -99,6 +100,7 @@ def patches() -> Raw:
 def _crops(photograph: NDArray[np.uint8]) -> Tensor:
     pixels = torch.from_numpy(np.array(photograph)).permute(2, 0, 1).float() / 255
     tiles = pixels.unfold(1, _CROP, _CROP).unfold(2, _CROP, _CROP)
+    # [3, rows, columns, 80, 80]: the tiles to the front, the channels behind them.
     tiles = tiles.permute(1, 2, 0, 3, 4).reshape(-1, 3, _CROP, _CROP)
     contrast = tiles.flatten(1).std(1)
     order = contrast.argsort(descending=True, stable=True)

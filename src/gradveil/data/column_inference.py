@@ -29,6 +29,7 @@ def with_inference(space: TableSpace, inputs: Tensor) -> TableSpace:
     start, columns = 0, []
     for column in space.columns:
         own = torch.arange(rows.shape[1]).sub(start).ge(0) & torch.arange(rows.shape[1]).sub(start).lt(column.width)
+        # Each column's normal equations, (R^T R + ridge) w = R^T c with the rest R, are blocks of one Gram matrix.
         weights = torch.linalg.solve(gram[~own][:, ~own], gram[~own][:, own])
         guesses, truths = test[:, ~own] @ weights, test[:, own]
         hits = guesses.argmax(1) == truths.argmax(1) if column.levels else (guesses - truths).abs()[:, 0] <= TOLERANCE

@@ -78,6 +78,8 @@ class Server(Checked):
             smooth = angle if count == 1 else ((count - 1) * float(state[f"angle.{client}"]) + angle) / count
             after[f"angle.{client}"] = torch.tensor(smooth, dtype=torch.float64)
             after[f"seen.{client}"] = torch.tensor(count, dtype=torch.float64)
+            # FedAdp: the weight e^f of the angle theta with f = alpha (1 - e^(-e^(-alpha (theta - 1)))), a Gompertz
+            # function that falls from alpha to 0.
             gains[client] = math.exp(_STEEP * (1 - math.exp(-math.exp(-_STEEP * (smooth - 1)))))
         return _weighted(updates, {client: counts[client] * gains[client] for client in updates}), after
 

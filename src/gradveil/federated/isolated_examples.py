@@ -255,6 +255,7 @@ class Inputs:
         """
         products = (errors @ errors.T) * (self.x @ self.x.T)
         squares = products.diagonal()
+        # |sum - g_e|^2 = |sum|^2 - 2 <g_e, sum> + |g_e|^2.
         rest = products.sum() - 2 * products.sum(1) + squares
         return float((squares.clamp(min=0) / rest.clamp(min=1e-60)).sqrt().max())
 
@@ -417,8 +418,10 @@ class Pass:
 
     def _outputs(self, errors: Tensor) -> Tensor | None:
         size = _wide(errors).flatten(1).norm(dim=1)
+        # Relative to an infinite size, an example whose errors are rounding has none.
         size = torch.where(size > _SURE * size.max(), size, torch.inf)
         self._errors = torch.where(size.isfinite(), 1.0, size) if self.even else size / size.amin()
+        # The batch as the last dimension, over which the sizes broadcast.
         return (errors.transpose(0, -1) / size.to(errors)).transpose(0, -1) if self.even else None
 
     def _by_example(self, value: object) -> bool:
@@ -432,6 +435,7 @@ class Pass:
             x: Any = arguments[0] if arguments else None
             if self._apart or not self._by_example(x) or not self._by_example(output):
                 return output
+            # A zero that requires a gradient: errors reach this layer, though parameters and inputs are constants.
             output = output if output.requires_grad else output + start
             self._calls[path] = self._calls.get(path, 0) + 1
             before, _ = self._made.get(id(x), ("", x))
@@ -566,6 +570,7 @@ class Pass:
         """
         length = errors.double().norm(dim=1)
         length = torch.where(length > _SURE * length.amax(), length, torch.inf).to(x)
+        # dW^T = sum_e (|D_e| x_e) (D_e / |D_e|)^T: inputs of length 1, as a column shows D_e up to a factor only.
         turned = torch.where(length.isfinite()[:, None], x * length[:, None], 0.0)
         inputs, update = Inputs(errors / length[:, None]), None if sent is None else sent.T
         sets = _sets(inputs, turned, length, update, turned != 0)
@@ -592,6 +597,7 @@ def _sets(inputs: Inputs, errors: Tensor, size: Tensor, sent: Tensor | None, sup
         singled |= relative.examples
         if sent is not None:
             rows, weights = difference(sent, chosen(as_sent, raw.rows)), sizes[raw.owner, raw.rows].double()
+            # Errors in their own scale again, that of the first unit of a pair.
             weights *= (scales if pairs is None else scales[pairs[0]])[raw.rows].double()
             read |= inputs.pooled(rows, raw.owner, weights, _READ)
             rows = difference(sent, chosen(as_sent, relative.rows))
@@ -619,6 +625,7 @@ def _unmixed(x: Tensor, errors: Tensor, known: set[int], sent: Tensor) -> set[in
     tokens = torch.tensor(sorted(known), dtype=torch.long, device=sent.device)
     directions = errors[tokens].double()
     directions = directions / directions.norm(dim=1, keepdim=True)
+    # X = (D D^T)^+ D dW, from dW = D^T X.
     rows = torch.linalg.pinv(directions @ directions.T, hermitian=True) @ (directions @ sent.double())
     return Inputs(x).near(rows, tokens, _READ)
 

@@ -254,6 +254,8 @@ def _trap(layer: _Layer) -> Iterator[Finding]:
         # Sorting is slow, and few rows of an honest layer have as many positive as negative weights.
         in_half = ((block <= 0).sum(1) >= half) & ((block >= 0).sum(1) >= half)
         ordered = block[in_half].sort(1).values
+        # Sizes of the smaller half's and of the larger half's weights, each from the largest on: a trap's are
+        # proportional.
         below, above = -ordered[:, :half], ordered.flip(1)[:, :half]
         various = (below.diff(dim=1) != 0).sum(1) >= _KINDS
         split = (below[:, -1] >= 0) & (above[:, -1] >= 0) & (below[:, 0] > 0) & (above[:, 0] > 0) & various

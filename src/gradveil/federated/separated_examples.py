@@ -38,6 +38,7 @@ def separable(rows: Tensor, examples: int, shape: tuple[int, ...]) -> bool:
     """Return whether rows [h, n] of so many examples can be separated, and at a bounded cost."""
     high, wide = rows.shape
     features = min(_FEATURES, 3 * wide if len(shape) == 3 else wide)
+    # The steps of the separation, then the rows' Gram matrix and its eigenvectors (`spanned`).
     cost = _STEPS * 2 * examples**2 * features + high**2 * (wide + high)
     return len(shape) in (1, 3) and 2 <= examples <= min(MOST, high - 1, wide) and cost <= _COST
 
@@ -84,11 +85,13 @@ def _shown(truth: Tensor, rows: Tensor, shape: tuple[int, ...]) -> frozenset[int
         return frozenset()
     span = spanned(rows.double()[None], len(truth)).right
     features = differences(span, shape)
+    # Every k-th feature, with the least k that leaves no more than the limit.
     features = features[..., :: -(-features.shape[-1] // _FEATURES)]
     turn = whitening(features)
     start = torch.randn(1, len(truth), len(truth), generator=Key(0).child(Stream.PROBE, 0).generator()).to(span)
     components = (independent(turn @ features, start) @ turn @ span)[0]
     alike = _standardised(truth) @ _standardised(components).T
+    # 1 - r^2 is the share of an example's variance that the best factor and constant leave.
     return frozenset((1 - alike.square().amax(1) < _LIKE).nonzero().flatten().tolist())
 
 

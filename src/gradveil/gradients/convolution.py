@@ -61,6 +61,7 @@ def weight_gradient(delta: Tensor, x: Tensor, target_clients: int, geometry: Geo
     """
     examples, outputs, positions = delta.shape[0] // target_clients, delta.shape[1], delta[0, 0].numel()
     shape = (target_clients, outputs, x.shape[1], *geometry.kernel)
+    # 2 M O K of one target client.
     flop = 2 * examples * positions * prod(shape[1:])
     if delta.device.type == "cpu" and flop >= _OWN_FLOP and examples * positions >= _OWN_POSITIONS:
         return _apply(_OwnWeightGradients, delta, x, target_clients, geometry)
@@ -108,6 +109,7 @@ def only_position(high: int, wide: int, geometry: Geometry) -> tuple[Geometry, W
 
     The rest of the kernel meets the padding only: it has no part in the result, and its gradient is zero.
     """
+    # `zip(*geometry)` turns (kernel, stride, padding, dilation) of (height, width) into one such tuple a side.
     sides = [_only(size, *side) for size, side in zip((high, wide), zip(*geometry, strict=True), strict=True)]
     if sides[0] is None or sides[1] is None:
         return None
@@ -117,8 +119,11 @@ def only_position(high: int, wide: int, geometry: Geometry) -> tuple[Geometry, W
 
 
 def _only(size: int, kernel: int, stride: int, padding: int, dilation: int) -> tuple[slice, slice] | None:
+    # The number of positions less one.
     if (size + 2 * padding - dilation * (kernel - 1) - 1) // stride:
         return None
+    # Kernel entry j lies on pixel j * dilation - padding. `first` and `last` bound the j whose pixel is in [0, size),
+    # and `at` is the pixel of `first`.
     first = -(-padding // dilation)
     last = min(kernel, -(-(size + padding) // dilation))
     if last < first:  # it ends before the image
@@ -134,6 +139,7 @@ def unfold(x: Tensor, target_clients: int, geometry: Geometry) -> Tensor:
     n, channels, high, wide = padded.shape
     rows, columns = (high - dh * (kh - 1) - 1) // sh + 1, (wide - dw * (kw - 1) - 1) // sw + 1
     plane = high * wide
+    # Axes: (v; c, kh, kw; b, row, column), which are V, K and M.
     windows = padded.as_strided(
         (target_clients, channels, kh, kw, n // target_clients, rows, columns),
         (n // target_clients * channels * plane, plane, dh * wide, dw, channels * plane, sh * wide, sw),
@@ -152,6 +158,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     stride, padding, dilation = geometry[1:]
     function: Any = torch.ops.aten.convolution_backward
+    # After the dilation: transposed, output padding, groups, which of (input, weight, bias) to compute.
     return function(delta, x, weight, None, stride, padding, dilation, False, (0, 0), 1, wanted)
 
 
@@ -160,6 +167,7 @@ def _input_gradient(shape: tuple[int, ...], weight: Tensor, delta: Tensor, geome
     entries = shape[0] * positions * weight[0].numel()
     if delta.device.type == "cpu" and positions > 1 and (shape[1] <= _FEW_CHANNELS or entries <= _FEW_COLUMN_ENTRIES):
         return fold(torch.matmul(weight.flatten(1).t(), delta.flatten(2)), shape, geometry)
+    # Of the image only the shape is read: one expanded entry stands in for it, without memory.
     return _backward(delta, delta.new_empty(1).expand(shape), weight, geometry, (True, False, False))[0]
 
 
@@ -178,6 +186,7 @@ class _Convolution(Function):
     @staticmethod
     def backward(ctx: Any, *uppers: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
+        # A graph is wanted (the attack's second derivative), or a tangent goes through the backward pass.
         if torch.is_grad_enabled() or forward_ad.unpack_dual(uppers[0]).tangent is not None:
             return _apply(_InputGradient, *uppers, weight, ctx.shape, ctx.geometry), None, None, None
         return _input_gradient(ctx.shape, weight, uppers[0], ctx.geometry), None, None, None
@@ -199,6 +208,7 @@ class _InputGradient(Function):
     def backward(ctx: Any, *uppers: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
         if torch.is_grad_enabled():
+            # delta -> dx is linear, and its adjoint is the convolution itself.
             return _apply(_Convolution, *uppers, weight, None, ctx.geometry), None, None, None
         return torch.conv2d(uppers[0], weight, None, *ctx.geometry[1:]), None, None, None
 
@@ -218,6 +228,7 @@ class _WeightGradients(Function):
     def backward(ctx: Any, *uppers: Tensor) -> tuple[Tensor | None, ...]:
         left, patches = ctx.saved_tensors
         upper = uppers[0]
+        # Of G = L P^T: dL = U P, dP = U^T L, with U the gradient at G.
         of_delta = one_by_one(torch.bmm(upper, patches), ctx.examples)
         of_columns = one_by_one(torch.bmm(upper.transpose(1, 2), left), ctx.examples)
         return of_delta.view(ctx.shapes[0]), fold(of_columns, ctx.shapes[1], ctx.geometry), None, None
@@ -276,6 +287,7 @@ class _OwnWeightGradients(Function):
     def forward(ctx: Any, delta: Tensor, x: Tensor, target_clients: int, geometry: Geometry) -> Tensor:
         ctx.save_for_backward(delta, x)
         ctx.geometry = geometry
+        # Of the weight only the shape is read.
         like = delta.new_empty(1).expand(delta.shape[1], x.shape[1], *geometry.kernel)
         pairs = zip(delta.chunk(target_clients), x.chunk(target_clients), strict=True)
         return torch.stack([_backward(d, x_v, like, geometry, (False, True, False))[1] for d, x_v in pairs])
@@ -286,6 +298,7 @@ class _OwnWeightGradients(Function):
         (delta, x), geometry = ctx.saved_tensors, ctx.geometry
         weights = uppers[0].unbind()
         parts = list(zip(weights, delta.chunk(len(weights)), x.chunk(len(weights)), strict=True))
+        # <U, G(delta, x)> = <delta, conv(x, U)>: U takes the place of the kernel in both derivatives.
         of_delta = [torch.conv2d(x_v, weight, None, *geometry[1:]) for weight, _, x_v in parts]
         of_x = [_input_gradient(tuple(x_v.shape), weight, d, geometry) for weight, d, x_v in parts]
         return torch.cat(of_delta), torch.cat(of_x), None, None

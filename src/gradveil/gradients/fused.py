@@ -148,6 +148,7 @@ class _Cosine(Function):
         minus = -b
         parts = [_lengths(torch.addcmul(t_b * minus, g_b, a), dim=1) for g_b, t_b in _blocks(g, t)]
         distance = (parts[0].square() if len(parts) == 1 else torch.stack(parts).square().sum(0)) / 2
+        # 1 for rows of zeros also ends their gradient: of a (1 - D) and a b one factor each is 0.
         distance = torch.where(((a == 0) | (b == 0)).squeeze(1), 1.0, distance)
         ctx.save_for_backward(a, b, distance, *g, *t)
         ctx.shapes = [v.shape for v in vectors]
@@ -162,6 +163,7 @@ class _Cosine(Function):
         of_t = -(a * b * upper)
         of_g = a * a * (1 - distance.unsqueeze(1)) * upper
         out = [torch.empty_like(g_l) for g_l in g]
+        # The blocks are views: this fills `out`.
         for g_b, t_b, out_b in _blocks(g, t, out):
             torch.mul(t_b, of_t, out=out_b).addcmul_(g_b, of_g)
         return None, *_unpacked(out, ctx.shapes)
@@ -221,6 +223,7 @@ class _Variation(Function):
         for difference, axis, size in ((down, -2, high), (right, -1, wide)):
             if size > 1:
                 step = difference.sign() * (upper / difference[0].numel()).view(column)
+                # |x[i + 1] - x[i]| gives sign to pixel i + 1, and -sign to pixel i.
                 grad.narrow(axis, 1, size - 1).add_(step)
                 grad.narrow(axis, 0, size - 1).sub_(step)
         return grad

@@ -57,9 +57,11 @@ def products(left: Tensor, right: Tensor, target: Tensor, mask: Tensor | None = 
         return cast(Tensor, _InnerProducts.apply(left, right, target))
     if left.shape[-1] > _PAIRED:
         return None
+    # The sum over (m, n) is symmetric: each pair m < n once, twice as heavy.
     first, second = torch.triu_indices(left.shape[-1], left.shape[-1], device=left.device)
     twice = left[..., first] * left[..., second] * torch.where(first == second, 1, 2).to(left.dtype)
     squared = _bilinear(twice, right[..., first] * right[..., second], _masked(mask, mask))
+    # <G o M, T> = <G, T o M>.
     return torch.stack([_bilinear(left, right, _masked(target, mask)), squared.clamp(min=0)], 1)
 
 
@@ -144,6 +146,7 @@ class _InnerProducts(Function):
         # Rows stand left, as in `outer`: columns on the right are many times slower on a CPU.
         back = torch.bmm(left.mT, target).mT
         return (
+            # d<G, T>/dl = T r, d|G|^2/dl = 2 l (r^T r); for r the same with the sides exchanged.
             moved * dot + torch.bmm(left, of_right) * (2 * square),
             (back * dot + torch.bmm(right, of_left) * (2 * square)),
             None,

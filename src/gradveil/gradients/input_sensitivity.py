@@ -56,8 +56,10 @@ def example_squared_row_norms(
         outputs = objective.outputs({**trained, **frozen}, batch.inputs, noise)
     share = shares(objective, outputs, batch.targets)
     at = (torch.arange(len(probe), device=probe.device) + offset) / len(probe)
+    # The first example whose cumulated share exceeds the quantile. Rounding can leave the last sum below 1.
     rows = (share.detach().cumsum(0).unsqueeze(0) <= at.unsqueeze(1)).sum(1).clamp(max=len(share) - 1)
     own = Batch(batch.inputs[rows], batch.targets[rows])
+    # B^-2 of the mean, and the inverse of N p_b, the expected number of example b's directions.
     factor = 1 / (len(probe) * len(share) ** 2 * share[rows])
     given = objective, trained, frozen, own, {name: value[rows] for name, value in noise.items()}, probe, factor
     return _swept(*given) if _serves(*given) else reference(*given)
@@ -73,6 +75,7 @@ def shares(objective: Objective, outputs: Tensor, targets: Tensor) -> Tensor:
         return objective.total(given, targets, [])
 
     asked = grad(total)(outputs)
+    # `tiny` keeps 0 / 0 away where no example asks for anything.
     size = root(asked.flatten(1).square().sum(1)) + torch.finfo(asked.dtype).tiny
     return (1 - EVEN) * size / size.sum() + EVEN / len(size)
 
@@ -130,6 +133,7 @@ def _swept(
         with collect_penalties() as penalties, Recorder(RULES, weights, len(probe), 1, forward_mode=True) as recorder:
             outputs = objective.outputs({**weights, **fixed}, inputs, noise, checked=True)
         if penalties:
+            # The mean over N rows, times N: each row's gradient is that of its own loss.
             total = objective.total(outputs, batch.targets, penalties) * len(probe)
             return recorder.squared_moves(total, factor)
         return recorder.squared_moves(outputs, factor, _upper(objective, outputs, batch.targets))
@@ -169,6 +173,7 @@ def _serves(
     few = Batch(*(value[:_SHOWN] for value in batch))
     inner = {name: value[:_SHOWN] for name, value in noise.items()}
     apart = Batch(*(value.unsqueeze(1) for value in few))
+    # `obstacle` is asked with each example as a target client of its own: [N, 1, ...].
     if obstacle(objective, trained, frozen, apart, {k: v.unsqueeze(1) for k, v in inner.items()}) is not None:
         return False
     known = _SERVES.setdefault(objective.model, {})

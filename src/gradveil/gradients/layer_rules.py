@@ -58,12 +58,14 @@ def squared_weight_moves(
     both = (F.pad(both, (pw, pw, ph, ph)) if ph or pw else both).permute(0, 1, 3, 4, 2).contiguous()
     n, _, high, wide, channels = both.shape
     line = wide * channels
+    # Axes: example, value or derivative, H', W', kh, kw, C. Windows overlap in this view; `reshape` copies them apart.
     windows = both.as_strided(
         (n, 2, *delta[0].shape[2:], kh, kw, channels),
         (2 * high * line, high * line, sh * line, sw * channels, dh * line, dw * channels, 1),
     )
     right = windows.reshape(n, 2, columns[0].shape[2], -1)
     found = squared_moves(columns, (right[:, 0], right[:, 1]), factor)
+    # The K entries stand as (kh, kw, C) here, in a weight as (C, kh, kw).
     return found.view(-1, kh, kw, channels).permute(0, 3, 1, 2)
 
 
@@ -72,13 +74,17 @@ def squared_moves(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], fac
 
     With one position m the square comes apart, and no product of one example is made.
     """
+    # On l and l' it becomes f_n once the sum is squared.
     scale = factor.sqrt().view(-1, 1, 1)
     (a, moved_a), (b, moved_b) = left, right
     outputs, inputs, positions = a.shape[1], b.shape[2], a.shape[2]
     if positions == 1:
         a, moved_a, b, moved_b = (a * scale)[..., 0].t(), (moved_a * scale)[..., 0].t(), b[:, 0], moved_b[:, 0]
+        # sum_n (a' b + a b')^2 = sum_n 2 a a' b b' + a'^2 b^2 + a^2 b'^2: three products of matrices over n. Rounding
+        # can leave the sum below 0.
         found = (2 * a * moved_a) @ (b * moved_b)
         return found.addmm_(moved_a.square(), b.square()).addmm_(a.square(), moved_b.square()).clamp_(min=0)
+    # [l', l] [r; r'] = l' r + l r' in one product.
     wide, tall = torch.cat((moved_a, a), 2) * scale, torch.cat((b, moved_b), 1)
     some = max(1, _AT_ONCE // (outputs * inputs))
     found = a.new_zeros(outputs, inputs)
@@ -105,6 +111,8 @@ class _Linear(Function):
 
     @staticmethod
     def backward(ctx: Any, *uppers: Tensor) -> tuple[Tensor | None, ...]:
+        # delta W, by `connect` again: the backward pass must have forward mode, too. The rules find the weight's
+        # gradient.
         return connect(uppers[0], ctx.saved_tensors[0].t(), None), None, None
 
 
@@ -168,6 +176,7 @@ def _met_once(
     def gradient(delta: Tensor) -> Tensor:
         found = outer_sum(columns(delta), columns(seen))
         found = found.view(*found.shape[:2], weight.shape[1], *geometry.kernel)
+        # Entries of the kernel outside of the window met padding only. `F.pad` takes the last dimension first.
         after = weight.shape[3] - window.kernel_columns.stop, weight.shape[2] - window.kernel_rows.stop
         return F.pad(found, (window.kernel_columns.start, after[0], window.kernel_rows.start, after[1]))
 
@@ -199,6 +208,7 @@ def _linear(recorder: Recorder, func: Any, input: Tensor, weight: Tensor, bias: 
         return _columns(value, recorder.target_clients)
 
     def gradient(delta: Tensor) -> Tensor:
+        # One example and one position a target client: nothing is summed.
         if delta.dim() == 2 and recorder.rows == recorder.target_clients:
             return outer(delta, input)
         return outer_sum(columns(delta), columns(input))
@@ -262,6 +272,7 @@ def _group_norm(
 def _normalised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
     """Normalise by elementary operations: torch has no forward mode for the derivatives of its own."""
     centred = x - x.mean(dims, keepdim=True)
+    # The biased variance, as in torch's own norms.
     return centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
 
 
@@ -332,6 +343,7 @@ def _embedding(
     recorder.batched(input, "an embedding")
     if max_norm is not None or scale_grad_by_freq:
         raise Unsupported("an embedding renormalises its rows, or scales their gradients by frequency")
+    # Without a gradient to the table, whose rule works from the gradient at `out`.
     out, words = F.embedding(input, weight.detach()), len(weight)
     counted = torch.ones_like(input, dtype=out.dtype) if padding_idx is None else (input != padding_idx).to(out.dtype)
 
@@ -339,6 +351,7 @@ def _embedding(
         owner = torch.arange(recorder.target_clients, device=input.device).repeat_interleave(
             recorder.rows // recorder.target_clients
         )
+        # The tables of all target clients one below the other: client v's word i is row v * words + i.
         places = input + words * owner.view(-1, *[1] * (input.dim() - 1))
         rows = (delta * counted.unsqueeze(-1)).reshape(-1, weight.shape[1])
         total = rows.new_zeros(recorder.target_clients * words, weight.shape[1]).index_add(0, places.flatten(), rows)
@@ -348,6 +361,7 @@ def _embedding(
         """Sum the products of the tokens' rows with those of equal tokens."""
         ids, own = (value.reshape(recorder.target_clients, -1) for value in (input, counted))
         rows = delta.reshape(*ids.shape, -1) * own.unsqueeze(-1)
+        # |G|^2 = sum_tt' [id_t = id_t'] <delta_t, delta_t'>.
         return ((rows @ rows.mT) * (ids.unsqueeze(1) == ids.unsqueeze(2))).sum((1, 2)).clamp_min(0)
 
     recorder.use(weight, out, gradient, squares)
@@ -377,6 +391,7 @@ def _repeated(recorder: Recorder, func: Any, value: Tensor, *sizes: Any, **kwarg
 
 
 def _copies(recorder: Recorder, value: Tensor, shape: torch.Size) -> Tensor:
+    # A leaf of its own: the gradient that arrives here is not yet summed over what was broadcast.
     copies = value.detach().expand(shape)
     recorder.batched(copies, "an element-wise operation")
     copies.requires_grad_()

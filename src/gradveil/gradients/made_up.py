@@ -37,6 +37,7 @@ def parameters(like: Mapping[str, Tensor]) -> Tensors:
 
     def drawn(name: str, value: Tensor) -> Tensor:
         if value.ndim > 1:
+            # Uniform in [-a, a] has variance a^2 / 3: a = sqrt(3 / inputs) gives 1 / inputs.
             return (2 * numbers(value, name) - 1) * sqrt(3 / max(1, value[0].numel()))
         return 0.25 + numbers(value, name) / 2
 

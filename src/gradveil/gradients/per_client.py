@@ -145,6 +145,7 @@ def weighted_sum(
     with torch.enable_grad():
         with collect_penalties() as penalties, Recorder(RULES, weights, examples, 1) as recorder:
             outputs = objective.outputs({**weights, **frozen}, batch.inputs, noise, checked=True)
+        # The mean over B, times B: g_b is the gradient of example b's own loss.
         total = objective.total(outputs, batch.targets, penalties) * examples
         return recorder.weighted_sum(total, weigh)
 

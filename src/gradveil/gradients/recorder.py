@@ -154,6 +154,8 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         """Note a use of a parameter, if it is trained."""
         if self.trains(value):
+            # Parameters are constants here, so that nothing before this use may ask for a gradient: the graph starts at
+            # it.
             if not at.requires_grad:
                 at.requires_grad_()
             self.uses.append(Use(self._names[id(value)], value.shape, at, gradient, squares, moves, inner))
@@ -172,11 +174,13 @@ class Recorder(TorchFunctionMode):
     def summed(self, delta: Tensor, shape: Iterable[int]) -> Tensor:
         """Sum [N, ...] over each target client's examples and over what was broadcast from `shape`: [V, *shape]."""
         shape = tuple(shape)
+        # Aligned at the end, as in broadcasting. Dimension 0 holds the rows, which are no broadcast.
         full = (1,) * (delta.dim() - len(shape)) + shape
         over = [d for d, size in enumerate(full) if size == 1 and d > 0]
         if self.rows == self.target_clients:
             total = delta.sum(over) if over else delta
         else:
+            # [V, B, ...]: over B, and over the dimensions behind it, which are one further now.
             total = delta.reshape(self.target_clients, -1, *delta.shape[1:]).sum([1, *(d + 1 for d in over)])
         return _shaped(total, (self.target_clients, *shape))
 
@@ -202,6 +206,7 @@ class Recorder(TorchFunctionMode):
         Of the parameters that have a target, masked where they have a mask [V, *shape]; gradients are made only where
         there is no shorter way.
         """
+        # |G1 + G2|^2 has a cross term: the products of two uses don't add up.
         alone = {name for name, own in self._by_parameter().items() if len(own) == 1}
         total = value.new_zeros(self.target_clients, 2)
         made: Tensors = {}
@@ -241,6 +246,7 @@ class Recorder(TorchFunctionMode):
             if factors is None:
                 return None
             total: Tensors = {}
+            # The rules' closures read it: they now sum over all rows, as over one client's.
             target_clients, self.target_clients = self.target_clients, 1
             for use, delta in found:
                 factor = factors[use.parameter].view(-1, *[1] * (delta.dim() - 1))

@@ -91,6 +91,7 @@ def _is_shared(model: nn.Module, params: Tensors, path: str, shape: tuple[int, .
             whole, error = torch.autograd.grad(loss, [weight, calls[0][1]])
     finally:
         hook.remove()
+    # The weight's gradient by this one use, from the same errors: what is missing comes from another use.
     (of_layer,) = torch.autograd.grad(call_on(layer, {"weight": weight}, calls[0][0]), weight, error)
     return bool((whole - of_layer).norm() > max(_EQUAL, 10 * torch.finfo(of_layer.dtype).eps) * of_layer.norm())
 
@@ -101,6 +102,7 @@ def _some_image(params: Tensors, shape: tuple[int, ...]) -> Tensor:
 
 
 def _some_loss(answer: Tensor) -> Tensor:
+    # Cross-entropy with the first output as the class: a loss in which every output has a gradient.
     return answer.flatten(1).logsumexp(1).sum() - answer.flatten(1)[:, 0].sum()
 
 
@@ -117,6 +119,7 @@ def _pixels(model: nn.Module, path: str, layer: nn.Module, shape: tuple[int, ...
         tokens = inputs.reshape(-1, layer.in_features)
     elif isinstance(layer, nn.Conv2d) and _tiles(layer, shape) and inputs.shape == numbered.shape:
         size = (layer.kernel_size[0], layer.kernel_size[1])
+        # [K, T] turned into [T, K], a patch's values in the order of the weight: channel, row, column.
         tokens = F.unfold(inputs, size, stride=size)[0].T
     else:
         return None
@@ -163,6 +166,7 @@ def _addend(
     if error is None or not bool(error.any()):
         return None
     channels_first = isinstance(at(model, path), nn.Conv2d)
+    # The z_t of one image [T, outputs]: a convolution has its outputs in front.
     wanted = error[0].flatten(1).T if channels_first else error.reshape(-1, outputs)
     for name, grad in zip(names, grads, strict=True):
         for outputs_first in (False, True):

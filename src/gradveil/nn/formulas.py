@@ -151,7 +151,9 @@ def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | No
         for part in F.linear(x, wanted["in_proj_weight"], wanted["in_proj_bias"]).chunk(3, -1)
     )
     if mask is not None:
+        # True forbids in `F.multi_head_attention_forward`, and allows in `attention`.
         mask = ~mask if mask.dtype == torch.bool else mask
+        # [B heads, T, T] -> [B, heads, T, T].
         mask = mask.unflatten(0, (len(x), heads)) if mask.dim() == 3 else mask
     dropout = wanted["dropout_p"] if wanted.get("training", True) else 0.0
     joined = attention(q, k, v, mask, dropout).transpose(1, 2).flatten(2)
@@ -239,6 +241,7 @@ def _without_overwriting(func: Any, args: tuple[Any, ...], options: dict[str, An
     """Return what an in-place call returns, without overwriting anything."""
     name = getattr(func, "__name__", "")
     if name in _SUMS:
+        # In place the left side keeps its dtype; `x + y` may be wider.
         return _SUMS[name](*args, **options).to(args[0].dtype)
     if name.endswith("_"):
         twin = getattr(Tensor, name[:-1], None) or getattr(F, name[:-1], None)

@@ -105,6 +105,8 @@ class KeyLock(Stochastic):
     def _pace(self, secret: Tensor, adaptive: bool) -> Tensor:
         """Return c such that steps on z / c move the layers' output z as steps on the layers do."""
         key = secret[2 * self.channels :]
+        # A gradient step on z / c moves z by c^2 times a gradient step on z, a step of Adam, whose length does not
+        # depend on the slope, by c times: c^2 = 1 + |k|^2, or c = 1 + sum |k_j|.
         return 1 + key.abs().sum() if adaptive else (1 + key.square().sum()).sqrt()
 
 

@@ -251,6 +251,7 @@ def _bend(module: nn.Module) -> Bend | None:
             F.elu, lambda x: torch.where(x < 0, x.clamp(_EDGE - 1, 0).log1p(), x), lambda z: z.clamp_max(0).exp()
         )
     if isinstance(module, nn.Softplus) and module.beta == 1:
+        # log(e^x - 1), written so that e^x does not overflow.
         return Bend(F.softplus, lambda x: x + torch.log(-torch.expm1(-x.clamp_min(_EDGE))), torch.sigmoid)
     return None
 

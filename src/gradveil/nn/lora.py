@@ -85,6 +85,7 @@ def _adapted(base: nn.Module, inputs_first: bool, rank: int, generator: Generato
     outputs, inputs = weight.shape if not inputs_first else weight.shape[::-1]
     adapter = LoraLinear(base, inputs, outputs, rank)
     with torch.no_grad():
+        # U(-b, b) with b = 1 / sqrt(inputs): the law of `kaiming_uniform_` with a = sqrt(5), peft's usual one for A.
         drawn = torch.rand(rank, inputs, generator=generator)
         adapter.lora_A.weight.copy_((2 * drawn - 1) * inputs**-0.5)
     return adapter

@@ -186,6 +186,7 @@ def bottleneck_noise(model: nn.Module, inputs: Tensor) -> NoiseSpec:
 
 def switched_off(model: nn.Module, inputs: Tensor) -> Tensors:
     """Return the neutral values of all noise buffers for a batch of inputs, including private kept ones."""
+    # Neutral values are the same for all examples: one example shows the shapes.
     rows, alone = len(inputs), inputs[:1].detach()
     drawn = {name: value.squeeze(0) for name, value in model_noise(model, alone).neutral().items()}
     off = {**drawn, **kept_noise(model).neutral()}

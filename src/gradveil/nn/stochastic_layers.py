@@ -147,6 +147,7 @@ class VariationalBottleneck(Stochastic):
         """Encode, add the noise, decode; add the KL term to the loss."""
         encoded = self.encoder(self._rows(x))
         mean, sigma = encoded[..., : self.k], F.softplus(encoded[..., self.k :])
+        # Divided by log 2, as the divergence is in bits here.
         penalise(self.beta * _divergence(mean, sigma).sum(-1).mean() / log(2))
         eps = self.supplied("eps")
         return self.decoder(mean if eps is None else mean + sigma * eps).reshape(x.shape)

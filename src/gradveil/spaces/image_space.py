@@ -57,6 +57,7 @@ class ImageSpace(Space):
         low, high = (torch.as_tensor(value).detach().cpu().double().flatten() for value in (black, white))
         if not bool((low < high).all()):
             raise fail("space.bounds", f"{black} is not below {white}", "give the range of valid inputs")
+        # (0 - mean) / std = low and (1 - mean) / std = high.
         return cls(shape, tuple((-low / (high - low)).tolist()), tuple((1 / (high - low)).tolist()))
 
     def model_facts(self) -> Mapping[str, Any]:

@@ -14,13 +14,16 @@ def likeliest_text(texts: Tensor, length: int, padding: int, end: int | None = N
     >>> likeliest_text(torch.tensor([[1, 5, 2, 0], [1, 5, 6, 2], [1, 5, 6, 2]]), length=4, padding=0, end=2).tolist()
     [1, 5, 6, 2]
     """
+    # Words get numbers 0 to W - 1 in here. A pair is one number, before * W + after, so that `unique` counts pairs.
     words, numbered = texts.unique(return_inverse=True)
     before, after = numbered[:, :-1][texts[:, 1:] != padding], numbered[:, 1:][texts[:, 1:] != padding]
     edges, counts = torch.unique(before * len(words) + after, return_counts=True)
     sources, goals = edges // len(words), edges % len(words)
     totals = torch.zeros(len(words)).double().index_add(0, sources, counts.double())
+    # log P(after | before) of each pair that occurs: an edge of the graph below.
     logs = (counts / totals[sources]).log()
     first = torch.bincount(numbered[:, 0], minlength=len(words)).double()
+    # best[w]: the log probability of the likeliest path that ends with w (Viterbi).
     best = (first / first.sum()).log()
     arrived: list[Tensor] = []
     for _ in range(min(length, texts.shape[1]) - 1):
@@ -30,6 +33,7 @@ def likeliest_text(texts: Tensor, length: int, padding: int, end: int | None = N
         if not bool(usable.any()):
             break
         back = torch.zeros(len(words), dtype=torch.long)
+        # The edge by which the best path came; of equal ones the largest source, so that results repeat.
         arrived.append(back.scatter_reduce(0, goals[usable], sources[usable], "amax", include_self=False))
         best = reached
     ends = (words == end).nonzero().flatten() if end is not None else words[:0]

@@ -104,6 +104,7 @@ class TableSpace(Space):
 
     def passes(self, similarity: Tensor, least: float) -> Tensor:
         """Return which shares of right cells are at least `least`."""
+        # Rounding of the share must not decide.
         return similarity >= least - 1e-6
 
     def bounds(self, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,6 +185,7 @@ class TableSpace(Space):
                 shares = part.clamp(min=0).mean(0)
                 shares = shares / shares.sum(-1, keepdim=True).clamp(min=1e-12)
                 entropy = -torch.xlogy(shares, shares).sum(-1)
+                # Of two levels at least: log 1 = 0 would give 0 / 0 for a column with one level, which is certain.
                 found.append(1 - entropy / math.log(max(2, len(column.levels))))
             else:
                 found.append(((part - part.median(0).values).abs() <= TOLERANCE).to(part).mean(0)[..., 0])
@@ -255,6 +257,8 @@ class TableSpace(Space):
         """Return the row of modes and medians, and cells drawn one by one from other rows (public marginals)."""
         count = len(views)
         usual = self.average(views).expand(tested, -1)
+        # Each column is shifted by 1 to count - 1 rows, so that no cell is the row's own. The prime factor gives
+        # different columns different shifts.
         steps = [1 + (7919 * (place + 1)) % max(1, count - 1) for place in range(len(self.columns))]
         pairs = zip(steps, views.unbind(-1), strict=True)
         drawn = torch.stack([cells.roll(step)[:tested] for step, cells in pairs], -1)

@@ -90,6 +90,7 @@ class TextSpace(Space):
 
     def passes(self, similarity: Tensor, least: float) -> Tensor:
         """Return which shares of tokens in place are at least `least`."""
+        # Rounding of the share must not decide.
         return similarity >= least - 1e-6
 
     def of_trial(
@@ -118,8 +119,10 @@ class TextSpace(Space):
         """Match by the largest total ROUGE-1."""
         places = []
         for those, these in zip(candidates, truths, strict=True):
+            # ROUGE-2 decides between equal ROUGE-1 alone.
             overlap = self._pairs(those, these, lambda a, b: rouge_n(a, b, 1) + rouge_n(a, b, 2) / 100)
             rows, columns = linear_sum_assignment(-overlap.numpy())
+            # `rows` are candidates and `columns` their truths; in the order of the truths they are the permutation.
             places.append(torch.as_tensor(rows)[torch.as_tensor(columns).argsort()])
         permutation = torch.stack(places).to(candidates.device)
         index = permutation.reshape(*permutation.shape, 1).expand(-1, -1, candidates.shape[-1])

@@ -69,6 +69,7 @@ class Participation(Checked):
         >>> Participation(steps=250, rate=0.01, sampling="shuffled").epochs
         3
         """
+        # 1 / rate may come out a little below a whole number: 1 / (1 / 93) does.
         return self.at_most or math.ceil(self.steps / math.floor(1 / self.rate + 1e-9))
 
 
@@ -140,6 +141,8 @@ def _crossing(excess: Callable[[float], float], low: float, high: float) -> floa
     while high > low * (1 + _PRECISION):
         width = math.log(high / low)
         margin = min(0.5, _PRECISION / 3 / width)
+        # The share of the interval where a line between both values crosses zero, kept off its ends: otherwise one end
+        # may hardly move, and the interval never gets narrow.
         share = above / (above - below) if math.isfinite(above) and above > below else 0.5
         middle = low * math.exp(width * min(max(share, margin), 1 - margin))
         value = excess(middle)
@@ -171,6 +174,7 @@ def _epsilon(parts: tuple[tuple[float, Participation], ...], accountant: Account
     with _quiet():
         for noise, training in parts:
             if training.sampling == "shuffled":
+                # Replacing a unit moves the sum by up to 2 C: relative to that the noise is half.
                 count, event = training.epochs, dp_accounting.GaussianDpEvent(noise / 2)
             else:
                 count, event = training.steps, dp_accounting.GaussianDpEvent(noise)

@@ -68,6 +68,7 @@ def from_scores(
         if len(some) < 20
     ]
     refuse(problems)
+    # NaN is neither above a threshold nor below it, and would never count as an error of the distinguisher.
     inside, outside = (np.nan_to_num(np.asarray(some, dtype=float)) for some in (present, absent))
     every = PILOT if normal else 2
     pilot = inside[::every], outside[::every]
@@ -104,11 +105,13 @@ def from_guesses(canaries: int, guesses: int, right: int, delta: float = 0.0, co
     while high - low > 1e-4:
         middle = (low + high) / 2
         low, high = (middle, high) if _one_run(middle, canaries, guesses, right, delta) <= level else (low, middle)
+    # The lower end of the bisection, so that the bound is not above the solution.
     return low
 
 
 def _one_run(loss: float, canaries: int, guesses: int, right: int, delta: float) -> float:
     q = 1 / (1 + math.exp(-loss))
+    # `sf(k)` is P[X > k], so P[X >= right] takes right - 1.
     beta = float(binom.sf(right - 1, guesses, q))
     if not delta or not right:
         return beta

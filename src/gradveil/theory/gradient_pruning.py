@@ -97,6 +97,7 @@ def strength(distances: Sequence[float], delta: float) -> float:
     >>> strength([0.4, 0.1, 0.3, 0.2], delta=0.25)
     0.3
     """
+    # Without 1e-9, a product that rounding puts just above a whole number would ask for one attack more.
     needed = math.ceil((1 - delta) * len(distances) - 1e-9)
     return sorted(distances)[max(needed, 1) - 1]
 

@@ -146,6 +146,7 @@ def smoothed_information(examples: Tensor, width: float, generator: torch.Genera
     chosen = torch.randint(count, (draws,), generator=generator)
     noise = torch.randn((draws, entries), generator=generator, dtype=examples.dtype)
     points = examples[chosen] + width * noise.to(examples.device)
+    # Densities in proportion to exp(-|x - x_j|^2 / (2 width^2)): the softmax divides them by their sum.
     weights = (-(torch.cdist(points, examples) / width).square() / 2).softmax(-1)
     score = (weights @ examples - points) / width**2
     return score.mT @ score / draws
@@ -195,6 +196,7 @@ def rate_bound(variances: Tensor, nats: Tensor) -> Tensor:
     tensor(0.3679)
     """
     top = variances.log().max()
+    # At the level top - 2 nats the largest variance alone takes all nats: t lies above it.
     low, high = top - 2 * nats - 1, top
     for _ in range(60):
         level = (low + high) / 2

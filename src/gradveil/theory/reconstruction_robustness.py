@@ -96,6 +96,8 @@ def _renyi_loss(order: float, noise: float, training: Participation) -> float:
     if _always(training):
         return times * order * half
     top, rate = int(order), training.rate
+    # (a - 1) eps(a) = log sum_k C(a, k) (1 - q)^(a - k) q^k exp((k^2 - k) / (2 sigma^2)); the logarithms of its terms,
+    # added up relative to the largest, as their exponentials overflow.
     terms = [
         math.lgamma(top + 1)
         - math.lgamma(k + 1)

@@ -115,6 +115,7 @@ def pack(run: list[Piece], deflate: bool) -> tuple[TensorEntry, list[numbers.Byt
     low, unary, coded = None, 0, []
     if len(positions) < among:
         code = numbers.code(support, positions)
+        # Both ways send the values that are not zero: a sparse tensor pays for positions, a dense one for its zeros.
         if numbers.size(len(positions), code.low, code.unary) < (among - len(positions)) * width:
             low, unary, coded = code
     # Adding 0.0 turns -0.0 into 0.0: zeros of a dense tensor have no sign either.

@@ -47,6 +47,7 @@ def code(support: NDArray[np.bool_], positions: Positions) -> Coded:
     # A code with l lower bits takes at least l + 1 bits a position.
     if 2 * count >= bitmap:
         return Coded(0, bitmap, [np.packbits(support[:bitmap])])
+    # 32 bits hold every gap: a tensor has at most 2^31 entries (`MOST_ENTRIES`).
     gaps = np.empty(count, np.int32)
     gaps[0] = positions[0]
     np.subtract(positions[1:], positions[:-1], out=gaps[1:], casting="unsafe")
@@ -58,6 +59,7 @@ def code(support: NDArray[np.bool_], positions: Positions) -> Coded:
         candidate += 1
     if low == 0:
         return Coded(0, bitmap, [np.packbits(support[:bitmap])])
+    # The i-th one (from 0) follows the zeros of the gaps up to its own, and i ones.
     ends = np.cumsum(gaps >> low, dtype=np.int64)
     ends += np.arange(count)
     marks = np.zeros(int(ends[-1]) + 1, dtype=np.bool_)

@@ -27,6 +27,7 @@ class PadShortcut(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Subsample and pad."""
+        # Pairs of `pad` go from the last dimension to the first: the third is that of the channels.
         return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new))
 
 

@@ -32,6 +32,7 @@ class Tokens(nn.Module):
         """Embed the patches."""
         batch, channels, height, width = x.shape
         p = self.patch
+        # [B, C, rows, p, columns, p] -> [B, rows, columns, C, p, p]: one patch's values stand together.
         cut = x.reshape(batch, channels, height // p, p, width // p, p).permute(0, 2, 4, 1, 3, 5)
         patches = self.embed(cut.reshape(batch, (height // p) * (width // p), channels * p * p))
         return torch.cat([self.token.expand(batch, -1, -1), patches], dim=1) + self.position
@@ -50,6 +51,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Let every token look at every token."""
         batch, tokens, width = x.shape
+        # [B, T, 3, heads, d] -> [3, B, heads, T, d].
         split = self.qkv(x).reshape(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         query, key, value = split[0], split[1], split[2]
         weights = (query @ key.transpose(-2, -1) * (width // self.heads) ** -0.5).softmax(-1)
