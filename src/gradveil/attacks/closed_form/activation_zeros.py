@@ -95,6 +95,7 @@ class ReluLayer:
 
     def separated(self, span: Span, unmixing: Tensor) -> Separated:
         """Return the images `unmixing @ R`, scaled and signed by the bias's gradient; nothing is certified."""
+        # dW = L R = (L B^-1) (B R): the errors are L B^-1 and the images B R, each pair up to a scale.
         errors = span.left @ torch.linalg.pinv(unmixing)
         scales = scaled(errors, self.sent)
         errors, images = errors * scales, unmixing @ span.right / scales.unsqueeze(1)
@@ -113,6 +114,7 @@ def scaled(errors: Tensor, sent: Tensor) -> Tensor:
     rows = errors * heard.unsqueeze(-1)
     scales = (torch.linalg.pinv(rows) @ sent.nan_to_num(0.0).unsqueeze(-1)).squeeze(-1)
     scales = torch.where(heard.any(-1, keepdim=True), scales, 1.0)
+    # An image is divided by its scale: one of zero becomes small, and keeps its sign.
     least = 1e-9 * scales.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(scales.dtype).tiny)
     return torch.where(scales.abs() < least, torch.copysign(least, scales), scales)
 
@@ -126,6 +128,7 @@ class ZeroSearch:
         self.rank = len(span.sizes)
         size = span.left.norm(dim=1)
         self.live = size > 1e-6 * size.max()
+        # Rows of length one, so that one threshold says in every row what is zero.
         self.rows = torch.where(self.live.unsqueeze(1), span.left / size.clamp_min(1e-300).unsqueeze(1), 0.0)
         # The noise on row i of L q is sigma |q / sizes|.
         self.row_noise = torch.where(self.live, span.noise / size.clamp_min(1e-300), torch.inf)
@@ -140,6 +143,7 @@ class ZeroSearch:
         best = state = self.layer.separated(self.span, self.start)
         unmixing, pool, most, idle = self.start, self.rows.new_zeros((0, self.rank)), 0, 0
         for number in range(_ROUNDS):
+            # D = L B^-1: the columns of B^-1 are the directions.
             directions = torch.linalg.inv(unmixing).mT
             found = self.fitted(directions / directions.norm(dim=1, keepdim=True), state.images, _SHARES[number % 6])
             zeros, sharp = self.zeros(found)
@@ -162,10 +166,12 @@ class ZeroSearch:
         outputs = torch.where(self.live, self.layer.outputs(images), torch.inf)
         inactive = (outputs < 0).sum(1)
         wanted = (share * inactive).clamp_min(_SPARE * self.rank).clamp_max(self.live.sum()).long()
+        # The most negative outputs come first: these rows are the most certain to be inactive.
         order = outputs.argsort(1)[:, : int(wanted.max())]
         trusted = torch.arange(order.shape[1], device=order.device) < wanted.unsqueeze(1)
         rows = self.rows[order] * trusted.unsqueeze(2)
         r = (rows @ q.unsqueeze(2)).squeeze(2)
+        # Start at the median residual: half of the rows are outliers at first.
         e = torch.where(trusted, r.abs(), torch.nan).nanmedian(1).values.unsqueeze(1)
         for _ in range(_STEPS):
             floor = self.noise(q).gather(1, order).clamp_min(1e-7)
@@ -178,6 +184,7 @@ class ZeroSearch:
     def zeros(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Return the zeros [c, h] of directions, and for which of them [c] zeros stand out from the noise."""
         noise = self.noise(q)
+        # Root mean square of the product of two random unit vectors of k entries.
         typical = self.rank**-0.5
         sharp = ((_NOISES * noise)[:, self.live] < _BLUNT * typical).double().mean(1) > 0.5
         least = (_NOISES * noise).clamp_min(_ZERO)
@@ -198,6 +205,7 @@ class ZeroSearch:
         for place in counts.argsort(descending=True, stable=True).tolist():
             q = pool[place]
             rest = q - basis.mT @ (basis @ q)
+            # A second time: one projection leaves rounding errors where q nearly depends on the others.
             rest = rest - basis.mT @ (basis @ rest)
             if rest.norm() > _APART and not bool(((chosen @ q).abs() > _ALIKE).any()):
                 chosen = torch.cat([chosen, q.unsqueeze(0)])
@@ -212,18 +220,23 @@ class ZeroSearch:
         count = len(proven)
         if count == self.rank:
             return torch.linalg.inv(proven.mT)
+        # The columns of the complete Q beyond the first `count` are orthogonal to all proven q: rows of B made of them
+        # have B q = 0.
         left = torch.linalg.qr(proven.mT, mode="complete")[0][:, count:].mT
         features = left @ self.layer.features(self.span.right)
         white = whitening(features.unsqueeze(0))
         starts = torch.randn(white.shape, generator=generator, dtype=white.dtype).to(white)
         turned = independent(white @ features, starts)
         others = (turned @ white)[0] @ left
+        # A proven row b has b q_j = 1 or 0 and b M b_l^T = 0 for every other row b_l: k equations for k unknowns. M
+        # holds the second moments of the features.
         conditions = torch.cat([proven.mT, self.moments @ others.mT], 1)
         wanted = torch.eye(self.rank, dtype=conditions.dtype, device=conditions.device)[:count]
         return torch.cat([torch.linalg.solve(conditions.mT, wanted.mT).mT, others])
 
     def certified(self, state: Separated, proven: int) -> Separated:
         """Certify images of proven directions whose activations agree with the zeros of their errors."""
+        # L has orthonormal columns: L^T (L q) = q.
         directions = self.span.left.mT @ state.errors[:, :proven]
         zeros, sharp = self.zeros((directions / directions.norm(dim=0)).mT)
         inactive = (self.layer.outputs(state.images[:proven]) < 0) & self.live
@@ -244,8 +257,10 @@ class ZeroSearch:
         for _ in range(_ROUNDS):
             outputs = torch.where(self.live, self.layer.outputs(state.images), torch.inf)
             wanted = (_TRUSTED * (outputs < 0).sum(1)).clamp_min(_SPARE * self.rank)
+            # The second argsort turns the order of the rows into the place of each row in it.
             trusted = (outputs.argsort(1).argsort(1) < wanted.unsqueeze(1)).to(self.rows)
             squares = torch.einsum("ch,hk,hl->ckl", trusted, self.span.left, self.span.left)
+            # Eigenvalues ascend: the first eigenvector has the smallest |L q| over the trusted rows.
             q = torch.linalg.eigh(squares)[1][..., 0]
             if float(torch.linalg.svdvals(q)[-1]) < _APART:
                 break
@@ -261,6 +276,7 @@ def _moments(features: Tensor) -> Tensor:
 def _smallest(matrix: Tensor, q: Tensor) -> Tensor:
     """Return the eigenvectors [c, k] of the smallest eigenvalues of matrices [c, k, k], by inverse iteration from q."""
     trace = matrix.diagonal(dim1=1, dim2=2).mean(1)
+    # A true direction makes the matrix singular; the ridge, at the size of rounding, keeps it positive definite.
     ridge = (1e-13 * trace).view(-1, 1, 1) * torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     factor = torch.linalg.cholesky_ex(matrix + ridge)[0]
     for _ in range(3):

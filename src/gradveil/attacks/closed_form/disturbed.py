@@ -52,6 +52,7 @@ def disturbances(
     clean = _sent(plain, params, batch, {name: noise[name] for name in plain_spec if name in noise})
     pairs = [(part(defended).flatten(1).double(), part(clean).flatten(1).double()) for part in parts]
     all_sent, all_clean = (torch.cat(values, 1) for values in zip(*pairs, strict=True))
+    # The common factor a of sent = a clean + error, by least squares over the entries that were sent.
     all_clean = torch.where(all_sent != 0, all_clean, 0.0)
     tiny = torch.finfo(torch.float64).tiny
     scale = ((all_sent * all_clean).sum(1) / all_clean.square().sum(1).clamp_min(tiny)).unsqueeze(1)
@@ -62,6 +63,7 @@ def disturbances(
         size = sent.square().sum(1) / count
         missing = torch.where(kept, 0.0, scale * undefended).square().sum(1) / (~kept).sum(1).clamp_min(1)
         added = torch.where(kept, sent - scale * undefended, 0.0).square().sum(1) / count
+        # The error of sent entries is absolute, as noise has a size of its own; pruned ones are relative to those sent.
         results.append(Disturbance(added.mean(), (missing / size.clamp_min(tiny)).mean()))
     return results
 
@@ -161,6 +163,7 @@ def images_like(public: Tensor) -> Images:
     channels, height, width = public.shape[1:]
     by_coefficient = spectrum(public).variances
     units = torch.eye(height * width, dtype=torch.float64, device=public.device)
+    # Column p is the spectrum of pixel p: an orthonormal matrix C, so that the covariance of pixels is C^T diag(v) C.
     basis = cosine(units.view(-1, height, width)).flatten(1).T
     variances = [by_coefficient[channel].flatten().to(basis) for channel in range(channels)]
     return Images(
@@ -175,8 +178,11 @@ def likeliest(known: Equations, pixels: Tensor, images: Images) -> Tensor:
     precision, wanted = images.precision.clone(), images.precision @ images.mean
     for place, at in enumerate(pixels.T):
         moments = images.covariance[at][:, at] + torch.outer(images.mean[at], images.mean[at])
+        # Of dW_p - sum_t z_t x_tp, with cov(z) for each output: E[(dz . x)^2] = sum_ts cov(z)_ts E[x_tp x_sp], plus
+        # that of dW_p.
         variance = (known.noise * moments).sum((1, 2)) + known.variances[:, place]
         shares = known.z / variance
+        # Normal equations of weighted least squares: Z V^-1 Z^T and Z V^-1 dW_p are added to the prior's.
         precision[at.unsqueeze(1), at] += shares @ known.z.T
         wanted[at] += shares @ known.weight[:, place]
     # No Cholesky factor: exact equations outweigh the prior so far that rounding may make the matrix indefinite.
@@ -187,6 +193,7 @@ def _variances(value: Tensor, of: Disturbance) -> tuple[Tensor, Tensor]:
     """Return the variances of a sent and of a pruned entry, at least that of rounding."""
     sent = value[value != 0]
     size = sent.square().mean() if len(sent) else value.new_zeros(())
+    # The root of the smallest number is the last resort for an update of zeros: its inverse does not overflow.
     least = (torch.finfo(torch.float32).eps ** 2 * size).clamp_min(torch.finfo(value.dtype).tiny ** 0.5)
     return torch.maximum(of.sent, least), torch.maximum(of.unsent * size, least)
 
@@ -197,6 +204,7 @@ def _completed(errors: Tensor, of_sent: Tensor, of_unsent: Tensor) -> tuple[Tens
     If all were sent, nothing changes: smoothing would remove more of the z_t than of their noise.
     """
     tokens, outputs = errors.shape
+    # A pruned entry is an observation of zero, with the mean square of pruned entries as its variance.
     known = torch.where(errors != 0, 1 / of_sent, 1 / of_unsent).T
     if bool(errors.all()):
         return errors, torch.diag_embed(1 / known)
@@ -205,9 +213,12 @@ def _completed(errors: Tensor, of_sent: Tensor, of_unsent: Tensor) -> tuple[Tens
     z, covariances = errors, known.new_zeros(outputs, tokens, tokens)
     for _ in range(_ROUNDS):
         # (law^-1 + known)^-1 without inverting the law, which is nearly singular: the errors of patches are similar.
+        # E-step, with R = diag(1 / known): gain = law (law + R)^-1.
         gain = torch.linalg.solve(law + torch.diag_embed(1 / known), law.expand(outputs, -1, -1)).mT
         z = (gain @ errors.T.unsqueeze(2)).squeeze(2).T
         rest = units - gain
+        # Joseph's form (I - gain) law (I - gain)^T + gain R gain^T stays positive semi-definite under rounding.
         covariances = rest @ law @ rest.mT + (gain / known.unsqueeze(1)) @ gain.mT
+        # M-step: the second moment of z, uncertainty included. The law has the mean zero.
         law = (z @ z.T + covariances.sum(0)) / outputs
     return z, covariances

@@ -98,6 +98,8 @@ class Analytic(Checked):
             flat, misfit = weighed(layer, seen, simulated_client, knowledge, key)
         elif examples == 1:
             flat, misfit = _solved(layer.read(seen.update[layer.errors]), seen.update[layer.weight].flatten(2))
+            # The values of a patch are in the order of the layer's weight: `pixels` tells where in the image each
+            # belongs.
             flat = torch.zeros_like(flat.flatten(1)).index_copy_(1, layer.pixels.flatten(), flat.flatten(1))
         else:
             flat, misfit = _Mixture(layer, seen, targets, simulated_client, knowledge).unmixed()
@@ -187,9 +189,11 @@ def _solved(errors: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     outside = (weight.double() - left @ projected).square().sum((1, 2))
     largest = sizes[:, :1].clamp_min(torch.finfo(sizes.dtype).tiny)
     ridge = _DAMPINGS.to(sizes.device) * largest.square()
+    # Share s^2 / (s^2 + ridge) of each singular direction that the solution explains: [V, directions, ridges].
     kept = sizes.square().unsqueeze(2) / (sizes.square().unsqueeze(2) + ridge.unsqueeze(1)).clamp_min(_TINY)
     rest = ((1 - kept).square() * projected.square().sum(2).unsqueeze(2)).sum(1) + outside.unsqueeze(1)
     free = weight.shape[1] - kept.sum(1)
+    # Generalised cross-validation: |residual|^2 / (equations - trace of the hat matrix)^2, up to constants.
     scores = torch.where(free > _FREE, rest / free.square(), torch.inf)
     best = scores.argmin(1)
     at_best = ridge.gather(1, best.unsqueeze(1))
@@ -225,6 +229,7 @@ class _Mixture:
         name, params = f"{layer.path}.bias", seen.params
         fixed = {**params, **simulated_client.objective.buffers()}
 
+        # An offset of the bias shifts the layer's outputs: the derivative by it is J.
         def outputs(offset: Tensor, image: Tensor) -> Tensor:
             return call_on(simulated_client.model, {**fixed, name: params[name] + offset}, image.unsqueeze(0))[0]
 
@@ -260,7 +265,9 @@ class _Mixture:
             least = torch.where(better, misfit, least)
             best = torch.where(better.view(-1, *[1] * (images.ndim - 1)), images, best)
             errors = fresh if errors is None else torch.lerp(errors, fresh, _DAMPING)
+            # pinv(J)^T J^T = I for a J of full row rank.
             mixed = torch.einsum("vrc,vrp->vcp", torch.linalg.pinv(slope.mean(1)), self.weight / scale)
+            # The pseudoinverse is the shortest solution: images with equal errors share what is known of their sum.
             solved = self.examples * (torch.linalg.pinv(errors.transpose(1, 2), rtol=_TOLERANCE) @ mixed)
             images = torch.clamp(solved.nan_to_num(0.0).view(self.shape), self.lower, self.upper)
         return best, least

@@ -112,11 +112,14 @@ class WeighedEntries:
         magnitude, sent = value.abs(), value != 0
         count = sent.sum(1, keepdim=True).clamp_min(1) if self.masked else torch.full_like(value[:, :1], value.shape[1])
         size = (magnitude.square().sum(1, keepdim=True) / count).sqrt()
+        # The variances add up: the tolerance is relative to the entries sent, the noise is absolute.
         unit = ((tolerance * size).square() + self.noise**2).sqrt().clamp_min(1e-12)
         rest = flat - value
         if self.masked:
             largest = magnitude.amax(1, keepdim=True)
             smallest = torch.where(sent, magnitude, torch.inf).amin(1, keepdim=True).clamp_max(largest)
+            # An unsent entry is in order at most as large as the smallest one sent or, if large ones are cut, at least
+            # as large as the largest: it breaks the order by the smaller of the two distances.
             less = largest - flat.abs() if self.cut else torch.full_like(flat, torch.inf)
             more = flat.abs() - smallest if self.ordered else torch.zeros_like(flat)
             broken = torch.minimum(more, less).clamp_min(0)
@@ -173,16 +176,21 @@ def _layer(
     below, above = (torch.full_like(largest, torch.inf) for _ in range(2))
     if masked and positive and link.outer and of_weight.noise == 0:
         known = deviation.isfinite().sum(1)
+        # Smallest and largest |k_i|. An input of which nothing was sent has all |k_i x_j| >= largest or all <= smallest
+        # sent: x_j >= largest / min |k_i|, or x_j <= smallest / max |k_i|.
         reach = torch.where(rows, errors.abs(), torch.inf).amin(1), torch.where(rows, errors.abs(), 0.0).amax(1)
         spare = sent < of_weight.most  # zeros fill the place of the smallest: every other entry was cut as large
         if of_weight.largest:
             above = torch.where(rows.any(1), largest / reach[0], torch.inf)
+            # If all nonzero entries are sent or cut, there is one for each nonzero error and positive input: total =
+            # count * inputs.
             total, count = sent + of_weight.largest, rows.sum(1)
             whole = spare & (sent > 0) & (total % count.clamp_min(1) == 0)
             missing = total // count.clamp_min(1) - known
             fits = whole & (missing >= 0) & (missing <= inputs.shape[1] - known)
             hidden = torch.where(fits, missing, hidden)
         elif of_weight.ordered:
+            # Nothing is cut as large: every nonzero entry was sent, and with it every positive input.
             hidden = torch.where(spare & (sent > 0), 0, hidden)
         if of_weight.ordered:
             below = torch.where(spare, 0.0, smallest / reach[1].clamp_min(1e-300))
@@ -243,6 +251,7 @@ class HeldErrors:
             (slope,) = torch.autograd.grad(value.sum(), live)
             mean = mean.lerp(slope, 1 - _DECAY[0])
             square = square.lerp(slope.square(), 1 - _DECAY[1])
+            # Adam's correction of the bias of means that start at zero.
             first, second = (1 - decay ** (number + 1) for decay in _DECAY)
             move = mean / first / ((square / second).sqrt() + 1e-12)
             x = torch.clamp(x - step * (0.01 + 0.99 * (1 + cos(pi * share)) / 2) * move, *self.bounds)
@@ -262,6 +271,8 @@ class HeldErrors:
                 flat = error.flatten(1)
                 held = layer.measured if early else layer.exact
                 error = torch.where(held, layer.errors, flat).view_as(error) if link.outer else error
+            # Factored inputs stand for the entries, never both: each entry counts once. Behind noise, the entries have
+            # the last word.
             known = layer.factored & (early or layer.weight.noise == 0)
             if link.outer and bool(known.any()):
                 total = total + torch.where(known, self._features(number, inputs, outputs, on[number], tolerance), 0.0)
@@ -296,6 +307,7 @@ class HeldErrors:
             (error,) = torch.autograd.grad(self.loss(live).sum(), live)
         layer = self.layers[-1]
         known = layer.measured & layer.scale.isfinite().unsqueeze(1)
+        # Least-squares factor between the image's error and the measured one. A clip only shortens.
         product = torch.where(known, error * layer.errors, 0.0).sum(1, keepdim=True)
         size = torch.where(known, error.square(), 0.0).sum(1, keepdim=True)
         factor = torch.where(product > 0, product / size.clamp_min(1e-30), 1.0).clamp_max(1.0)
@@ -316,6 +328,7 @@ class HeldErrors:
         slopes = torch.ones_like(z)
         for bend in link.bends:
             slopes, z = slopes * bend.slope(z), bend.step(z)
+        # Where the inputs of the layer above are factored, they say which units are on, instead of this image.
         gates = on[number + 1]
         return below * (slopes if gates is None else gates.to(slopes).view_as(slopes))
 
@@ -331,6 +344,7 @@ class HeldErrors:
         sure = known & (layer.inputs > _SURE * layer.deviation)
         # Before the ReLU units that are off differ, too: those nearest to zero are hidden rather than the others.
         order = torch.where(known, -torch.inf, outputs[number - 1].detach().flatten(1))
+        # The second argsort turns the order into places: the `hidden` largest outputs are chosen.
         chosen = ~known & (order.argsort(1, descending=True).argsort(1) < layer.hidden.unsqueeze(1))
         exact = known & (layer.deviation <= _EXACT * layer.inputs.abs())
         certain = exact | (layer.settled.unsqueeze(1) & ~known)
@@ -351,6 +365,8 @@ class HeldErrors:
         unit = torch.where(known, layer.deviation, 0.0).square() + tolerance**2 * size
         unit = unit.clamp_min(1e-12).sqrt()
         with torch.no_grad():
+            # The factor f that minimises sum (value - f inputs)^2 / unit^2 + (f - 1)^2 / scale^2; without a scale the
+            # prior is 0.
             share = torch.where(known, layer.inputs / unit.square(), 0.0)
             prior = 1 / layer.scale.unsqueeze(1).clamp_min(1e-6).square()
             factor = ((share * value).sum(1, keepdim=True) + prior) / (
@@ -360,11 +376,15 @@ class HeldErrors:
         rest = value - factor * layer.inputs
         below, above = (bound.unsqueeze(1) for bound in (layer.below, layer.above))
         little, much = (value - below).clamp_min(0), (above - value).clamp_min(0)
+        # Without an estimate, an input may be below `below` or above `above`.
         free = torch.minimum(little, much)
         free = torch.where(free.isfinite(), free, 0.0)
         if on is not None:
+            # If the number of positive inputs is known: units that are on were cut as large, and units that are off are
+            # zero.
             certain = torch.where(on, torch.where(much.isfinite(), much, 0.0), value.clamp_min(0))
             free = torch.where(layer.settled.unsqueeze(1), certain, free)
+        # The estimate is scaled by the factor, and so is its deviation.
         return (torch.where(known, rest, free) / (unit * factor)).square().sum(1) / 2
 
 

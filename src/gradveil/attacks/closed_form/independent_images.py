@@ -37,9 +37,12 @@ def spanned(gradient: Tensor, rank: int) -> Span:
     """Return the span of gradients [V, h, n], h > rank: in double precision, through the smaller Gram matrix."""
     gradient = gradient.double()
     _, high, wide = gradient.shape
+    # Eigenvalues ascend: the last columns are the strongest left singular vectors. The SVD inside of their span is
+    # small.
     left = torch.linalg.eigh(gradient @ gradient.mT)[1][..., -rank:]
     turn, sizes, right = torch.linalg.svd(left.mT @ gradient, full_matrices=False)
     rest = (gradient.square().sum((1, 2)) - sizes.square().sum(1)).clamp_min(0)
+    # Of h n entries, a fit of rank k takes k (h + n - k) degrees of freedom: (h - k) (n - k) remain.
     noise = (rest / max(1, (high - rank) * (wide - rank))).sqrt()
     return Span(left @ turn, sizes, sizes.unsqueeze(2) * right, noise)
 
@@ -77,6 +80,7 @@ def independent(white: Tensor, starts: Tensor) -> Tensor:
     g(u) = u exp(-u^2 / 2), all directions at once, and the matrix made orthogonal again. A finished separation no
     longer changes, so that results do not depend on who else is in the batch.
     """
+    # The rounding of float32 is far below _STILL.
     white = white.float()
     turned, live = orthogonal(starts.float()), torch.ones(len(white), dtype=torch.bool, device=white.device)
     for _ in range(_STEPS):
@@ -87,6 +91,7 @@ def independent(white: Tensor, starts: Tensor) -> Tensor:
         slope = ((1 - u.square()) * bell).mean(-1, keepdim=True)
         new = orthogonal((u * bell) @ part.mT / part.shape[-1] - slope * old)
         turned = turned.index_copy(0, rows, new)
+        # A direction may change its sign from step to step: only the absolute cosine counts.
         moved = 1 - (new * old).sum(-1).abs().amin(-1)
         live = live.index_copy(0, rows, moved > _STILL)
         if not bool(live.any()):

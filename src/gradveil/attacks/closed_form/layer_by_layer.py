@@ -111,6 +111,7 @@ class Recursive(Checked):
             scales += [len(answers)] if good else []
             for number, (image, _) in enumerate(answers):
                 if number == len(tries):
+                    # A target client with fewer answers repeats its first one.
                     tries.append((tries[0] if tries else grey).clone())
                 tries[number][place, 0] = image.nan_to_num(0.0).view(knowledge.space.shape).to(grey)
             if progress:
@@ -227,6 +228,7 @@ class _Layers:
         for above, link in zip(self.links[:0:-1], self.links[-2::-1], strict=True):
             weight = self.params[above.weight]
             error = taken_back(above, weight, error).view(link.given)
+            # A mask, above zero for errors that depend on guesses: absolute weights, so that nothing cancels.
             guess = taken_back(above, weight.abs(), guess).view(link.given)
             outputs, share = taken.view(link.given), share.view(link.given).clamp(0, 1)
             if link.bends:  # their slopes are known as far as their outputs
@@ -234,10 +236,13 @@ class _Layers:
             trust = (share < _OPEN) / (1 + share / _DOUBT)
             for bend in reversed(link.bends):
                 trusted = outputs * (trust > 0)
+                # A flat output of zero has the slope zero, which is right for a ReLU; at another flat output the slope
+                # is a guess.
                 known = bend.known(trusted)
                 guess = guess + ~known * (trusted.abs() > _NAUGHT * trusted.abs().max()) * (error != 0)
                 outputs = bend.inverse(outputs)
                 trust, error = trust * known, error * bend.slope(outputs) * known
+            # The bias's gradient is the error itself.
             if isinstance(link.layer, nn.Linear) and link.bias in sent:
                 error, guess = sent[link.bias], torch.zeros_like(guess)
             taken, share = self._below(link, sent, (error, guess), outputs, trust)
@@ -251,6 +256,7 @@ class _Layers:
         if link.bias in sent:
             error = sent[link.bias]
             return [(error, _explained(rows, error))]
+        # dW = k x^T has one singular pair: k = scale u and x = s v / scale, with the scale open.
         u, s, vh = torch.linalg.svd(rows, full_matrices=False)
         errors, taken = u[:, 0], vh[0] * s[0]
         outputs = self.params[link.weight] @ taken
@@ -280,6 +286,7 @@ class _Layers:
             return x, torch.full_like(x, float(not sure.any()))
         weight = self.params[link.weight]
         bias = torch.zeros_like(weight[:, 0, 0, 0]) if link.bias is None else self.params[link.bias]
+        # Least squares square the rows: a root makes the trust the weight of an equation.
         wanted = ((outputs - bias.view(-1, 1, 1)) * trust.sqrt()).flatten()
         layer, square = self.matrices[link.path], None
         if bool((trust > _WHOLE).all()):  # the unweighted matrix, whose square is computed once for all updates
@@ -288,12 +295,14 @@ class _Layers:
             square = self.squares[link.path]
         else:
             layer = layer * trust.sqrt().view(-1, 1)
+        # dW [O, C, a, b] as [C, O a b]: every input channel has the same equations.
         shown, gradients = gradient_rows(link, error), rows.transpose(0, 1).flatten(1)
         # Give both kinds of equations the same relative accuracy.
         heavy, light = _inverse_size(wanted), _inverse_size(rows)
         prior = roughness(link.taken, rows) if link is self.links[0] else None
         square = None if square is None else square * heavy.square()
         layer, wanted, shown, gradients = layer * heavy, wanted * heavy, shown * light, gradients * light
+        # Guesses are not negative: a sum of zero means that no output position of this entry has one.
         sure = gradient_rows(link, guess).sum(1) == 0
         if bool(sure.all()):
             return solved(layer, wanted, shown, gradients, prior, square)
@@ -318,6 +327,7 @@ def _smallest(misfit: Callable[[Tensor], Tensor], like: Tensor) -> list[Tensor]:
     grid = torch.logspace(-9, 5, _SCALES, dtype=like.dtype, device=like.device)
     step = float(grid[1] / grid[0])
     signs = torch.stack([grid, -grid])
+    # Infinity at both ends, so that the ends of the grid can be minima, too.
     values = torch.nn.functional.pad(misfit(signs), (1, 1), value=torch.inf)
     lowest = (values[:, 1:-1] < values[:, :-2]) & (values[:, 1:-1] <= values[:, 2:])
     order = torch.where(lowest, values[:, 1:-1], torch.inf).flatten().argsort()[:_MOST]
@@ -327,6 +337,7 @@ def _smallest(misfit: Callable[[Tensor], Tensor], like: Tensor) -> list[Tensor]:
     for _ in range(_ZOOMS):
         scales = best.unsqueeze(1) * step**zoom
         value, place = misfit(scales).min(1)
+        # The next grid reaches two points of this one to either side, and holds the minimum between them.
         best, step = scales.gather(1, place.unsqueeze(1)).squeeze(1), step ** (1 / 16)
     fits = best[value < _FITS]
     return list(fits) if len(fits) else [best[value.argmin()]]

@@ -70,11 +70,15 @@ class NoisyBatch:
         """Return the likeliest images for these errors."""
         width = self.upper - self.lower
         usual = self.lower + width * self.prior.mean.flatten().to(width)
+        # In units of the range of values, and relative to the mean image: D^T (G - D 1 mean^T) / width. The errors hold
+        # the scale a.
         rest = errors.mT @ (self.gradient - errors.sum(1, keepdim=True) * usual) / width
         squares, turn = torch.linalg.eigh(errors.mT @ errors)
         noise = (self.noise / width.mean()).square()
         ridge = noise / self.prior.spread.flatten().to(width).square().clamp_min(1e-12)
         pictured = len(self.shape) == 3
+        # The eigenvectors of D^T D solve the equations of all coefficients: only the ridge sigma^2 / v differs among
+        # them.
         mixed = turn.mT @ (cosine(rest.unflatten(1, self.shape)).flatten(1) if pictured else rest)
         coefficients = turn @ (mixed / (squares.clamp_min(0).unsqueeze(1) + ridge).clamp_min(1e-300))
         back = from_cosine(coefficients.unflatten(1, self.shape)).flatten(1) if pictured else coefficients

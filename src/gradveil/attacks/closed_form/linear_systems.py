@@ -24,6 +24,7 @@ def taken_back(link: Link, weight: Tensor, error: Tensor) -> Tensor:
     layer = link.layer
     if isinstance(layer, nn.Linear):
         return error @ weight
+    # A convolution is linear: its transpose is the gradient at any input, such as zeros.
     blank = torch.zeros(1, *link.taken, dtype=weight.dtype, device=weight.device, requires_grad=True)
     with torch.enable_grad():
         given = F.conv2d(blank, weight, None, layer.stride, layer.padding, layer.dilation)
@@ -52,6 +53,8 @@ def gradient_rows(link: Link, error: Tensor) -> Tensor:
     numbered = 1.0 + torch.arange(height * width, dtype=error.dtype, device=error.device).view(1, 1, height, width)
     pixel = F.unfold(numbered, layer.kernel_size, layer.dilation, layer.padding, layer.stride)[0].long()  # 0: padding
     outputs = error.reshape(link.given[0], -1)
+    # Column 0 takes what falls on padding. Under one tap, positions see different pixels, so that scatter_ overwrites
+    # only there.
     rows = error.new_zeros(len(outputs), len(pixel), height * width + 1)
     taps = outputs.unsqueeze(1).expand(-1, len(pixel), -1)
     rows.scatter_(2, pixel.expand(len(outputs), -1, -1), taps)
@@ -70,6 +73,7 @@ def roughness(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
     def along(count: int) -> Tensor:
         steps = torch.diff(eye[:count, :count], dim=0)
+        # Half of the size in each of the two directions, which add up.
         return steps.T @ steps + _LITTLE / 2 * eye[:count, :count]
 
     plane = torch.kron(along(height), eye[:width, :width]) + torch.kron(eye[:height, :height], along(width))
@@ -107,4 +111,5 @@ def solved(
         residual = residual + ((gradients - x.view(channels, -1) @ shown.T) @ shown).flatten()
         x = x + torch.cholesky_solve(residual.unsqueeze(1), factor).squeeze(1)
     # ridge (normal + ridge)^-1 projects onto the open directions, so that its diagonal sums to their number.
+    # For symmetric matrices, row sums of the elementwise product are the diagonal of the matrix product.
     return x, (ridge * torch.cholesky_inverse(factor)).sum(1)

@@ -66,11 +66,13 @@ def factored(weight: Tensor, bias: Tensor | None, noise: float, *, masked: bool,
         rest = torch.where(known & (errors != 0).unsqueeze(1) & (columns != 0), torch.outer(errors, columns) - rows, 0)
         if rest.norm() > _RESIDUAL * rows.norm():  # several images, or a defence that does more than leave out
             return nothing(rows, weight.shape[1])
+    # Of the columns (inputs and bias), then of the rows (errors).
     deviations = [
         _deviation(noise, known, errors.unsqueeze(1), 0, columns),
         _deviation(noise, known, columns, 1, errors),
     ]
     anchor, scale = columns[-1] if bias is not None else columns[0] * 0, torch.inf
+    # The bias's column stands for an input of 1: dividing by it gives inputs and errors their scale and sign.
     if bias is not None and anchor.abs() > 2 * deviations[0][-1]:
         scale = float(deviations[0][-1] / anchor.abs())
         errors, columns = errors * anchor, columns / anchor
@@ -99,6 +101,7 @@ def _completed(rows: Tensor, positive: bool, biased: bool) -> tuple[Tensor, Tens
     count, width = rows.shape
     at, of = rows.nonzero(as_tuple=True)
     places = torch.cat([at, of + count]), torch.cat([of + count, at])
+    # A graph of rows and columns, with an edge for each entry sent; `part` grows along the edges.
     links = rows.new_zeros(count + width, count + width)
     links[places] = 1.0
     start = count + width - 1 if biased and bool(rows[:, -1].any()) else int(links.sum(1).argmax())
@@ -109,6 +112,8 @@ def _completed(rows: Tensor, positive: bool, biased: bool) -> tuple[Tensor, Tens
         if bool((more == part).all()):
             break
         part = more
+    # Normal equations of log |k_i| + log |x_j| = log |dW_ij| over the entries sent: degrees on the diagonal, and the
+    # edges. Factors k c and x / c fit equally well: the logarithm of `start` is set to 0.
     sizes = torch.where(rows != 0, rows.abs(), 1.0).log()
     wanted = torch.cat([sizes.sum(1), sizes.sum(0)])
     equations = torch.diag(links.sum(1)) + links
@@ -121,6 +126,7 @@ def _completed(rows: Tensor, positive: bool, biased: bool) -> tuple[Tensor, Tens
     signs = rows.sign()
     if positive:
         return errors * signs.sum(1).sign(), columns
+    # Signs alternate from the leading pair: each takes the majority of its row or column.
     left, right = _leading(signs)
     for _ in range(_SWEEPS):
         left = (signs @ right.sign()).sign()
@@ -143,5 +149,6 @@ def _deviation(noise: float, known: Tensor, other: Tensor, dim: int, factor: Ten
     """Return the standard deviation of a factor, given the other one."""
     evidence = torch.where(known, other.square().expand_as(known), 0.0).sum(dim)
     spread = noise / evidence.clamp_min(torch.finfo(evidence.dtype).tiny).sqrt()
+    # An exact factor of zero among masked entries may also be one of which nothing was sent.
     determined = (evidence > 0) & ((factor != 0) | (noise > 0) | bool(known.all()))
     return torch.where(determined, spread + _ROUNDED * factor.abs(), torch.inf)

@@ -45,12 +45,15 @@ def _given(nodes: Tensor, free: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
     """Extend every node by every level of a column; return those with a solution, and the directions left free."""
     levels = len(block)
     wanted = torch.eye(levels, dtype=block.dtype) - (nodes @ block.mT).unsqueeze(1)  # [nodes, level, levels]
+    # A vector is (node + free s) basis: block free s = e_level - block node, solved by the singular vectors of block
+    # free.
     change = block @ free
     left, sizes, turn = torch.linalg.svd(change, full_matrices=True)
     rank = int((sizes > _INDEPENDENT).sum())
     inside = wanted @ left[:, :rank]
     missed = (wanted - inside @ left[:, :rank].mT).abs().amax(-1)
     step = (inside / sizes[:rank]) @ turn[:rank] @ free.mT
+    # Here [nodes, level, k] becomes [found, k].
     found = (nodes.unsqueeze(1) + step)[missed < _CLOSE]
     return found, free @ turn[rank:].mT
 
@@ -77,6 +80,7 @@ def proven_rows(rows: Tensor, right: Tensor, gradient: Tensor, active: Tensor) -
         before = int(proven.sum())
         for unit, total in zip(active & alive, sums, strict=True):
             own = unit.nonzero().squeeze(1)
+            # Only independent rows have unique coefficients.
             if not 0 < len(own) <= len(basis) or _rank(_unit(places[own])) < len(own):
                 continue
             weights = torch.linalg.lstsq(places[own].mT, total.unsqueeze(1)).solution.squeeze(1)

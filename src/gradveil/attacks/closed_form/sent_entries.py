@@ -59,6 +59,7 @@ def sent_entries(client: Client, seen: Observation, shape: tuple[int, ...], key:
             for name, value in seen.update.items()
         }
         noise = {name: value.to(like.device) for name, value in spec.sample(mine).items()}
+        # A step for single examples expects their axis in front.
         given = {name: value.unsqueeze(0) for name, value in dense.items()} if each is not None else dense
         with torch.no_grad():
             sent, _ = client.pipeline.of_gradient(seen.params, given, batch, noise, state)
@@ -79,6 +80,7 @@ def _of(pairs: list[tuple[Tensor, Tensor]]) -> SentEntries:
         kept.append(int(mask.sum()))
         if not kept[-1]:
             return SentEntries()
+        # A clip or another common factor is no noise: it is fitted, and only the rest counts.
         scale = (dense[mask] * sent[mask]).sum() / dense[mask].square().sum()
         error = (sent[mask] - scale * dense[mask]).square().mean().sqrt()
         errors.append(float(error) if error > _QUIET * _size(sent) else 0.0)

@@ -43,8 +43,10 @@ class _Rates:
 
     def __init__(self, size: int, population: int) -> None:
         parents = max(1, population // 2)
+        # The small number gives a population of one a weight, too.
         raw = [log((population + 1) / 2 + 1e-9) - log(rank) for rank in range(1, parents + 1)]
         self.weights = [weight / sum(raw) for weight in raw]
+        # In the paper's symbols: mu_eff, c_sigma, d_sigma, c_c, c_1, c_mu, and the expectation of |N(0, I)|.
         self.mass = 1 / sum(weight**2 for weight in self.weights)
         self.cs = (self.mass + 2) / (size + self.mass + 5)
         self.damping = 1 + 2 * max(0.0, sqrt((self.mass - 1) / (size + 1)) - 1) + self.cs
@@ -112,19 +114,24 @@ class CMAES:
         chosen = x.gather(1, order.unsqueeze(2).expand(-1, -1, x.shape[2]))
         y = (chosen - law.mean.unsqueeze(1)) / law.size.unsqueeze(1)
         step = (weights.unsqueeze(2) * y).sum(1)
+        # C^-1/2 step = axes diag(1 / spread) axes' step.
         round_step = ((step.unsqueeze(1) @ law.axes / law.spread.unsqueeze(1)) @ law.axes.mT).squeeze(1)
         sizes = (1 - rates.cs) * law.sizes + sqrt(rates.cs * (2 - rates.cs) * rates.mass) * round_step
         length = sizes.norm(dim=1, keepdim=True) / rates.usual
+        # The paper's h_sigma: the path of the covariance waits while the step size is still growing fast.
         calm = length / sqrt(1 - (1 - rates.cs) ** (2 * (count + 1))) < 1.4 + 2 / (x.shape[2] + 1)
         path = (1 - rates.cc) * law.path + calm * sqrt(rates.cc * (2 - rates.cc) * rates.mass) * step
+        # The last term makes up for the variance that a waiting path does not add.
         decay = 1 - rates.c1 - rates.cm + ~calm * rates.c1 * rates.cc * (2 - rates.cc)
         covariance = (
             decay.unsqueeze(2) * law.covariance
             + rates.c1 * path.unsqueeze(2) * path.unsqueeze(1)
             + rates.cm * (weights.unsqueeze(2) * y).mT @ y
         )
+        # eigh reads one triangle only: rounding must not make the two differ.
         covariance = (covariance + covariance.mT) / 2
         values, axes = torch.linalg.eigh(covariance)
+        # At most e times as large in one generation.
         size = law.size * torch.exp((rates.cs / rates.damping * (length - 1)).clamp_max(1.0))
         new = _Law(law.mean + law.size * step, path, sizes, size, covariance, axes, values.clamp_min(1e-20).sqrt())
         updated = total > 0

@@ -117,6 +117,7 @@ def joined(parts: Sequence[Solution]) -> Solution:
     counts = {count for part in parts for count in part.trace}
     ended = {part: (next(iter(part.variables.values())), part.objective) for part in parts}
     for count in counts:
+        # A part that had ended by then is represented by its result.
         traces = [part.trace.get(count, ended[part]) for part in parts]
         joined.trace[count] = (torch.cat([value for value, _ in traces]), torch.cat([score for _, score in traces]))
     return joined
@@ -256,6 +257,7 @@ def descend(
             assert normal is not None, "a population needs random numbers"
             variables, inner = descent.stepper.step(variables, value, inner, normal, rows, iteration, project)
         else:
+            # NaN slopes count as zero: neither a start outside of the box nor a trial of a line search ends a row.
             safe = {name: torch.nan_to_num(g, posinf=0.0, neginf=0.0) for name, g in grads.items()}
             variables, inner = descent.stepper.step(variables, safe, value, inner, scale, iteration, project, unsigned)
         state |= {f"step.{name}": v for name, v in inner.items()}
@@ -273,6 +275,7 @@ def _evaluate(
             return variables, loss(variables, constants, rows, iteration), {}
     live = {name: value.detach().requires_grad_() for name, value in variables.items()}
     value = loss(live, constants, rows, iteration)
+    # No row depends on another one: the gradient of the sum holds the gradient of each.
     total = value.sum() if len(value) > 1 else value.view(())
     slopes = [None] * len(live)
     if total.requires_grad:
@@ -291,6 +294,7 @@ def _start(variables: Tensors, stepper: Stepper, rows: int, project: Project) ->
     """Return the state of the rows, with leading n, so that rows can leave."""
     first = next(iter(variables.values()))
     state = {f"step.{name}": v for name, v in stepper.init(variables).items()}
+    # A valid result even if no iterate is ever taken.
     state |= {f"best.{name}": project(name, v).clone() for name, v in variables.items()}
     for name, fill in (("objective", torch.inf), ("initial", torch.inf), ("anchor", torch.inf), ("scale", 1.0)):
         state[f"control.{name}"] = first.new_full((rows,), fill)
@@ -323,6 +327,7 @@ def _judge(
     if iteration == 0:
         new["control.initial"] = value
     elif iteration == 1:
+        # A start outside of the box may have no objective: the first projected iterate's counts then.
         unknown = running & ~torch.isfinite(state["control.initial"])
         new["control.initial"] = torch.where(unknown, value, state["control.initial"])
     if descent.patience is not None or isinstance(descent.schedule, Plateau):
@@ -348,6 +353,7 @@ def _patience(state: Tensors, value: Tensor, finite: Tensor, descent: Descent) -
     """Count each row's iterations without progress, and lower its step size on a plateau."""
     new: Tensors = {}
     anchor = state["control.anchor"]
+    # Relative to the value at the last progress, so that many small decreases add up.
     progressed = finite & (torch.isinf(anchor) | (value < anchor - descent.progress * anchor.abs()))
     new["control.anchor"] = torch.where(progressed, value, anchor)
     zero = torch.zeros_like(state["control.since"])

@@ -141,6 +141,7 @@ _REFRESH = 50
 
 def energy(x: Tensor) -> Tensor:
     """Mean over the images of the Euclidean norm (the l2 prior of Yin et al. 2021)."""
+    # The slope of a root is infinite at zero; clamped, it is zero there.
     return x.flatten(2).square().sum(2).clamp_min(1e-24).sqrt().mean(1)
 
 
@@ -218,9 +219,11 @@ def shifted_onto(images: Tensor, reference: Tensor) -> Tensor:
 
     The best shift is the peak of the circular cross-correlation over all channels.
     """
+    # The inverse transform at s is sum_i image[i] reference[i + s].
     spectrum = torch.fft.rfft2(images).conj() * torch.fft.rfft2(reference)
     height, width = images.shape[-2:]
     peak = torch.fft.irfft2(spectrum, s=(height, width)).sum(2).flatten(-2).argmax(-1)
+    # shifted[i] = image[i - s], with the indices cyclic.
     rows = (torch.arange(height, device=images.device) - (peak // width).unsqueeze(-1)) % height
     columns = (torch.arange(width, device=images.device) - (peak % width).unsqueeze(-1)) % width
     place = rows.unsqueeze(-1) * width + columns.unsqueeze(-2)

@@ -45,6 +45,7 @@ class Generator(nn.Module):
         self.shape = shape
         blocks = max(0, ceil(log2(max(shape[1:]) / _FIRST)))
         channels = [width * min(2 ** (blocks - block), _MOST) for block in range(blocks + 1)]
+        # Twice the channels, of which the gated linear unit leaves half.
         self.first = nn.Linear(latent, 2 * channels[0] * _FIRST**2, bias=False)
         self.norm = _norm(norm, 2 * channels[0])
         self.blocks = nn.ModuleList(_Double(a, b, norm) for a, b in pairwise(channels))
@@ -75,6 +76,7 @@ class _Double(nn.Module):
 def _norm(kind: str, channels: int) -> nn.Module:
     if kind == "batch":  # always with the statistics of the batch: running statistics would be hidden state
         return nn.BatchNorm2d(channels, track_running_stats=False)
+    # At least 16 channels in a group, and groups of equal size.
     most = max(1, channels // 16)
     return nn.GroupNorm(next(groups for groups in range(most, 0, -1) if channels % groups == 0), channels)
 
@@ -93,6 +95,7 @@ class _Encoder(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * sides[0] * sides[1], 2 * latent))
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        # The spread is the logarithm of the variance; the clamp keeps its exponential finite.
         mean, spread = self.layers(images).chunk(2, -1)
         return mean, spread.clamp(-10, 10)
 

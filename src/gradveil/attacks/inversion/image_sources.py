@@ -101,6 +101,7 @@ class _Pixels:
     labelled = False
 
     def start(self, key: Key) -> tuple[Tensors, Tensors]:
+        # Drawn on the CPU, so that a key gives the same numbers on every device.
         canvas, lower, upper = self.canvas, self.canvas.lower.cpu(), self.canvas.upper.cpu()
         shape, draw = (canvas.examples, *canvas.shape), key.child(INPUTS).generator()
         if canvas.start == "uniform":

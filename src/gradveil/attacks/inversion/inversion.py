@@ -193,6 +193,7 @@ def _plan(attack: InversionSettings, problem: InversionProblem) -> tuple[int, ..
     live = {n: v.requires_grad_(not attack.evolves) for n, v in variables.items()}
     live |= problem.drawing.tuned(1)
     number = torch.zeros(1, dtype=torch.long)
+    # The one row that is measured is a population of its own.
     stepper = replace(attack.coupled.stepper, population=1) if attack.evolves else attack.coupled.stepper
     state = sum(v.numel() * v.element_size() for v in stepper.init(live).values())
     # The first call of a shape also runs the reference, so the second one is counted.
@@ -265,6 +266,7 @@ def _finished(
         for restart in every.unbind(1):
             order = space.match(space.view(restart.cpu().double()), best)[0].to(restart.device)
             own = torch.stack([rows[places] for rows, places in zip(restart, order, strict=True)])
+            # Numbers of a restart that diverged are replaced by those of the best one.
             matched.append(torch.where(own.isfinite(), own, final))
         final, certainty = space.pooled(torch.stack(matched)), space.agreement(torch.stack(matched))
     return space.projected(final) if isinstance(attack.images, Relaxed) else final, certainty

@@ -77,6 +77,7 @@ def added(
     `rounds` are the clients of the rounds and their parameters. The contribution depends on the images if noise enters
     the steps of local training, or if a non-linear stage follows.
     """
+    # The noise that is not named stays the same in both runs, and cancels in their difference.
     off = [{n: torch.zeros_like(v) if n in names else v for n, v in drawn.items()} for drawn in noise]
     first, second = (_differences(rounds, batch, noise, off, state) for batch in batches)
     for (one, sent), (other, _) in zip(first, second, strict=True):

@@ -161,6 +161,7 @@ class LBFGS(Checked):
         """Judge the trial point `variables`, accept or shorten each row's step, and return the next trial point."""
         x, g = flat(variables), torch.nan_to_num(flat(grads))
         first = torch.isinf(state["f"])
+        # Armijo's condition f(x + t d) <= f(x) + decrease t g'd.
         predicted = self.decrease * state["t"] * (state["g"] * state["d"]).sum(1)
         good = torch.isfinite(loss) & (first | (self.line_search == "none") | (loss <= state["f"] + predicted))
         keep = good.unsqueeze(1)
@@ -169,12 +170,14 @@ class LBFGS(Checked):
         new["x"] = torch.where(keep, x, state["x"])
         new["g"] = after
         new["f"] = torch.where(good, loss, state["f"])
+        # No step along this direction helps: forget the history, so that the next direction is -g.
         lost = ~good & (state["t"] * 0.5 < self.smallest)
         new["live"] = new["live"] & ~lost.unsqueeze(1)
         d = self._direction(new, along, min(count, self.history))
         downhill = (d * new["g"]).sum(1) < 0
         d = torch.where(downhill.unsqueeze(1), d, -new["g"])
         steepest = ~downhill | ~new["live"].any(1)
+        # A gradient has no natural step size: the first step moves by at most lr in the 1-norm.
         start = self.lr * torch.where(steepest, (1 / new["g"].abs().sum(1).clamp_min(1e-30)).clamp_max(1.0), 1.0)
         new_line = good | lost
         new["d"] = torch.where(new_line.unsqueeze(1), d, state["d"])
@@ -191,12 +194,15 @@ class LBFGS(Checked):
         use = accepted & (curvature > 1e-10 * y.square().sum(1).clamp_min(1e-30))
         rows, at, wide = torch.arange(len(s), device=s.device), state["at"], use.unsqueeze(1)
         new = dict(state)
+        # In place: the history is by far the largest part of the state.
         pairs = state["pairs"]
         for value, place in ((s, at), (y, at + self.history)):
             pairs[rows, place] = torch.where(wide, value, pairs[rows, place])
         # The long vectors are on the left: a product with two narrow columns on the right is three times slower.
         with_y, with_g = torch.bmm(torch.stack([y, g], 1), pairs.mT).unbind(1)
         for name, column in zip(("sy", "yy"), with_y.double().split(self.history, 1), strict=True):
+            # Column `at` of S'Y holds s_i . y of the new y. Its row would hold products with older y, which R never
+            # reads; Y'Y is symmetric, and needs both.
             column = torch.where(wide, column, state[name][rows, :, at])
             state[name][rows, :, at] = column
             if name == "yy":
@@ -215,6 +221,8 @@ class LBFGS(Checked):
         g = state["g"]
         if used == 0:
             return -g
+        # `at` is the oldest place of the ring: from there the order is from old to new, and the last `used` places are
+        # taken.
         steps = torch.arange(self.history - used, self.history, device=g.device)
         order = (state["at"].unsqueeze(1) + steps) % self.history
         live = state["live"].gather(1, order).double()
@@ -224,6 +232,8 @@ class LBFGS(Checked):
         r = torch.triu(sy) + torch.diag_embed(1 - live)
         newest, size = curvature[:, -1], torch.diagonal(yy, dim1=1, dim2=2)[:, -1]
         c = torch.where(live[:, -1] > 0, newest / size.clamp_min(1e-300), torch.ones_like(newest)).unsqueeze(1)
+        # p = S'g, q = Y'g, w = R^-1 p, u = R^-T (D w + c (Y'Y w - q)): -H g = -S u + c Y w - c g. The small systems are
+        # ill-conditioned, and solved in double precision.
         p, q = (part.gather(1, order) * live for part in along.split(self.history, 1))
         w = torch.linalg.solve_triangular(r, p.unsqueeze(2), upper=True)
         inner = curvature.unsqueeze(2) * w + c.unsqueeze(2) * (torch.bmm(yy, w) - q.unsqueeze(2))

@@ -248,6 +248,7 @@ class InversionProblem:
         """Draw the variables of these rows, and gather their constants."""
         starts = [self._start_row(self.draws.key_of(row)) for row in rows]
         stacked = {n: torch.stack([s[n] for s in starts]).to(self.device) for n in starts[0]}
+        # "once." marks noise that is drawn once and held, "stays." constants of the images' source.
         variables = {n: v for n, v in stacked.items() if not n.startswith(("once.", "stays."))}
         target_clients = torch.tensor([row // self.attack.restarts for row in rows], device=self.device)
         fixed = {n: self.noise[n].off() for n in self.off}
@@ -426,6 +427,7 @@ class InversionProblem:
         for r in self.rounds:
             of_round = {n: noise[r.of(n)] for n in self.inputs_of_a_round if r.of(n) in noise}
             compared = {n: observed[r.of(n)] for n in r.observed}
+            # A cosine needs products with the update only: where possible, they are computed without forming it.
             if self.angle and distance is None:
                 off = [n for n in self.spec if r.of(n) in self.off]
                 squares = constants[f"squares.{r.number}"]
@@ -505,6 +507,7 @@ class InversionProblem:
         self, target_clients: Sequence[int], inputs: Tensor, noise: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor | None, Tensors, Tensors, Tensor, Streams]:
         """Collect the arguments of `_cost` and `_match` at given inputs."""
+        # All restarts of a target client have the same constants: the first stands for them.
         rows = [target_client * self.attack.restarts for target_client in target_clients]
         variables, constants = self.start(rows)
         variables |= {n: noise[n][target_clients].to(self.example) for n in variables if n in noise}
@@ -513,6 +516,7 @@ class InversionProblem:
             labels = self.knowledge.targets[target_clients].to(self.device)
             if self.labels is None:
                 hot = torch.nn.functional.one_hot(labels, self.knowledge.classes)
+                # softmax maps these logits to the one-hot labels, up to e^-40.
                 logits = 40.0 * hot.to(self.dtype)
             else:
                 constants[TARGETS] = labels

@@ -47,6 +47,7 @@ def iterations_within(rows: float, target_clients: int, variants: int) -> int:
     """
     rehearsals = variants * min(SIMULATED, target_clients)
     possible = range(int(rows / target_clients) + 1)
+    # The cost grows with the iterations n: the largest n whose cost is at most `rows`.
     return bisect_right(possible, rows, key=lambda n: n * target_clients + rehearsals * rehearsal_iterations(n)) - 1
 
 
