@@ -78,6 +78,7 @@ class TrainingGroup:
         if not with_chance:
             return True
         chance = fmean(summary["constant"] for summary in with_chance)
+        # The binomial deviation of the share that a constant answer gets right.
         error = math.sqrt(chance * (1 - chance) / sum(summary["tested"] for summary in with_chance))
         return fmean(summary["accuracy"] for summary in with_chance) > chance + _STANDARD_ERRORS * error
 

@@ -100,6 +100,7 @@ def _packed(vectors: Sequence[Tensor]) -> list[Tensor]:
     groups: list[list[Tensor]] = []
     room = 0
     for row in _rows(vectors):
+        # A large row has room for nobody behind it: what is left is below 0.
         if row.numel() > room:
             groups.append([])
             room = _SMALL
@@ -160,6 +161,7 @@ class _Cosine(Function):
         a, b, distance, *saved = ctx.saved_tensors
         g, t = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         upper = uppers[0].unsqueeze(1)
+        # Scalars of a row [N, 1]: the gradient is of_g g + of_t t, one pass over each.
         of_t = -(a * b * upper)
         of_g = a * a * (1 - distance.unsqueeze(1)) * upper
         out = [torch.empty_like(g_l) for g_l in g]

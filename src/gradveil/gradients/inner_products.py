@@ -43,6 +43,7 @@ def shorter(outputs: int, inputs: int, positions: int) -> bool:
     >>> shorter(512, 4608, 1), shorter(512, 4608, 64), shorter(64, 576, 64), shorter(10, 64, 1)
     (True, True, False, False)
     """
+    # The Gram matrices of M columns cost M^2 (O + K) products.
     entries = outputs * inputs
     return entries >= LARGE and positions**2 * (outputs + inputs) <= _PASSES * entries
 

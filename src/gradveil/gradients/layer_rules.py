@@ -245,6 +245,7 @@ def _scaled(
     for parameter, combine in ((weight, torch.mul), (bias, torch.add)):
         if parameter is not None:
             out = combine(out, parameter if shape is None else parameter.view(shape))
+    # Adding the bias changes no gradient: both uses can sit at the end.
     if weight is not None:
         recorder.use(weight, out, lambda delta: recorder.summed(delta * y, shape or weight.shape))
     if bias is not None:
@@ -345,6 +346,7 @@ def _embedding(
         raise Unsupported("an embedding renormalises its rows, or scales their gradients by frequency")
     # Without a gradient to the table, whose rule works from the gradient at `out`.
     out, words = F.embedding(input, weight.detach()), len(weight)
+    # The row of padding gets no gradient, as in torch.
     counted = torch.ones_like(input, dtype=out.dtype) if padding_idx is None else (input != padding_idx).to(out.dtype)
 
     def gradient(delta: Tensor) -> Tensor:

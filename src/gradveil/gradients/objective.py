@@ -69,6 +69,7 @@ class Objective:
 
         Parameters are shared. What lies outside of both (a closure's variables, say) is not copied.
         """
+        # `deepcopy` takes what its memo holds for copied already.
         shared: dict[int, object] = {id(value): value for value in self.model.parameters()}
         return Objective(*deepcopy((self.model, self.loss, dict(self.replaced)), shared))
 

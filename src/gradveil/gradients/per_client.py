@@ -78,6 +78,7 @@ def per_client_cosines(
         found = recorder.products(total, targets, masks or {}, create_graph=create_graph)
     dot, square = found.unbind(1)
     none = (square == 0) | (squares == 0)
+    # A 1 for 0 under the root, whose slope at 0 is infinite.
     size = torch.where(none, 1.0, square).sqrt() * torch.where(none, 1.0, squares).sqrt()
     distance = 1 - dot / size
     # A row at 0 has converged, whatever the tolerance: rounding must not say so.

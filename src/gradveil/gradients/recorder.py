@@ -262,6 +262,7 @@ class Recorder(TorchFunctionMode):
 
         dg_v is the tangent of target client v's gradient of `value`, or of <value, upper>; f [V] are factors.
         """
+        # The backward pass of a dual forward pass: each delta carries its tangent.
         found = self._deltas(value, create_graph=False, upper=upper)
         if len({use.parameter for use, _ in found}) < len(found):
             raise Unsupported("a parameter is used twice: its derivatives would be added before they are squared")

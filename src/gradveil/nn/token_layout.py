@@ -169,6 +169,7 @@ class TokenModel(nn.Module):
             # Padding follows a causal text, which therefore never looks at it.
             steps = torch.arange(ids.shape[1], device=ids.device)
             hidden = (steps[None, :] > steps[:, None]).expand(len(ids), 1, -1, -1)
+        # Not minus infinity: a row that is hidden as a whole would be NaN behind the softmax.
         return torch.zeros(hidden.shape, dtype=table.dtype, device=ids.device).masked_fill(hidden, -1e9)
 
 

@@ -78,6 +78,7 @@ def privacy_loss(
     n = torch.cat([value.flatten() for value in squares.values()]).double()
     g = torch.cat([gradient[name].flatten() for name in squares]).double()
     s = torch.cat([variances[name].flatten() for name in squares]).double()
+    # 0 / 0: without noise, a coordinate that does not depend on x reveals nothing.
     information = torch.where(n > 0, n / s, 0.0).sum()
     return information * (g.square() * s).sum() / (n.sqrt() * g.abs()).sum().square() - 1
 

@@ -67,6 +67,7 @@ def squared_products(
     def product(direction: Tensor) -> Tensors:
         return jvp(function, (inputs,), (direction,))[1]
 
+    # A jump between the two points enters the difference quotient, and not J.
     step = _STEP * directions[-1]
     taken = tmap(lambda ahead, behind: (ahead - behind) / (2 * _STEP), function(inputs + step), function(inputs - step))
     if bool(norm(tmap(torch.sub, product(directions[-1]), taken)) > _JUMP * norm(taken)):

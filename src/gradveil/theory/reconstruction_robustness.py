@@ -55,6 +55,8 @@ def laplace(guess: float, loss: float) -> float:
     (0.271828, 0.963212)
     """
     _check(guess)
+    # The power of the test that rejects above a threshold: one piece each for a threshold beyond both centres, between
+    # them, and before them.
     if guess <= math.exp(-loss) / 2:
         return guess * math.exp(loss)
     if guess <= 0.5:

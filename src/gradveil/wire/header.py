@@ -277,6 +277,7 @@ class _Cursor:
 
     def number(self, most: int) -> int:
         value = 0
+        # Five groups of 7 bits hold `MOST_ENTRIES`.
         for shift in range(0, 35, 7):
             byte = self.byte()
             value |= (byte & 127) << shift

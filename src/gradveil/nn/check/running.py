@@ -276,6 +276,7 @@ def _batching_problems(model: nn.Module, batch: Batch, loss: Loss, trace: Trace)
 
         return _normalised_square(grad(scalar)(params).values())
 
+    # Two that differ: of equal ones a mixture would show nothing.
     target_clients = torch.stack([inputs, 0.5 * inputs]).requires_grad_()
     labels = torch.stack([targets, targets])
     try:
