@@ -106,7 +106,9 @@ class Fit:
             missing = counts.sum(1) < examples
             if not bool(missing.any()):
                 break
+            # For every class c at once: one more example of c adds column c of A to A n, in both products.
             one_more = misfit(product + cross, size + 2 * (w * explained) @ a + square)
+            # log (n_c + 1)! - log n_c! = log (n_c + 1).
             chosen = (one_more + torch.log1p(counts)).argmin(1)
             counts[target_clients, chosen] += missing.to(counts.dtype)
         return counts, misfit(product, size).squeeze(1)
@@ -126,7 +128,10 @@ def _of_gradient(
     biased = f"{last}.bias" in update
     layer = _layer(update, last)
     sums, known, pruned = _complete(layer, biased)
+    # The errors p - y of an example add up to 0 over the classes: column sums are the sum of K entries' noise. Pruning
+    # breaks this.
     noise = torch.where(pruned, 0.0, (layer.sum(1).square().mean(1) / layer.shape[1]).sqrt())
+    # Without a bias, a sum is over the D entries of a row.
     error = noise * (1 if biased else layer.shape[2] ** 0.5) + pruned * _SPREAD * sums.abs().amax(1)
     baseline = variance.clamp_min(1e-3 * float(variance.mean())) / examples + 1e-10
     fit = Fit(sums, response / examples, known / (baseline + error.square().unsqueeze(1)))
@@ -165,6 +170,7 @@ def _complete(layer: Tensor, biased: bool, steps: int = 10) -> tuple[Tensor, Ten
         mu = (rows * layer).sum(1) / rows.square().sum(1).clamp_min(1e-300)
         columns = sent * mu.unsqueeze(1)
         a = (columns * layer).sum(2) / columns.square().sum(2).clamp_min(1e-300)
+    # a and mu are known up to a factor: the sums that were sent give it.
     of_sent = a * (sums != 0)
     scale = (of_sent * sums).sum(1) / of_sent.square().sum(1).clamp_min(1e-300)
     chosen = pruned.unsqueeze(1)
@@ -181,6 +187,7 @@ def _proved(layer: Tensor, examples: int, noise: Tensor, signs: Tensor, biased: 
     counts = torch.zeros_like(layer[..., 0])
     proofs: list[Tensor] = []
     if biased and bool(signs[-1]):
+        # n_c = B (mean(p_c) - b_c) >= -B b_c, less three deviations of noise, and rounding.
         proofs.append(torch.ceil(-examples * (layer[..., -1] + 3 * noise.unsqueeze(1)) - 1e-4).clamp_min(0))
     if weight.shape[2] and bool(signs[: weight.shape[2]].all()):
         present = weight.amin(-1) < -5 * noise.unsqueeze(1)
@@ -211,6 +218,7 @@ def _responses(
         sent = _simulate(plain, params, labels, knowledge, key)
         sums, layer = row_sums(sent, last).double(), _layer(sent, last)
         columns.append(sums.mean(0))
+        # The sums are means over the probes: the variance of one example is that many times larger.
         variances.append(probes * sums.var(0))
         of_class = torch.arange(knowledge.classes, device=layer.device) == label
         lowered = torch.where(of_class.unsqueeze(1), layer <= 0, layer >= 0)
@@ -253,6 +261,7 @@ def _of_training(
     best, least = torch.zeros_like(counts), torch.full_like(counts[:, 0], torch.inf)
     response, weight = -gain * torch.eye(classes).to(observed), (1 / variance).expand_as(observed)
     for number in range(_ROUNDS):
+        # o - simulated(n') - gain n' = -gain n is solved for n.
         counts, _ = Fit(observed - sums - gain * counts, response, weight).fill(torch.zeros_like(counts), examples)
         again = simulated(_labels(counts).repeat_interleave(_TWINS, 0), Stream.REPEAT, number)
         sums = again.view(target_clients, _TWINS, classes).mean(1)
@@ -282,6 +291,7 @@ def _images(knowledge: Knowledge, labels: Tensor, generator: torch.Generator) ->
         return lower + (upper - lower) * draw
     fits = labels.unsqueeze(1) == public.targets.cpu()
     fits = fits | ~fits.any(1, keepdim=True)
+    # The largest of random numbers at the fitting places is a fair choice among them.
     chosen = torch.where(fits, torch.rand(fits.shape, generator=generator), -1.0).argmax(1)
     return public.inputs[chosen.to(public.inputs.device)]
 

@@ -160,6 +160,7 @@ class _Student:
         values = torch.cat([features for _, features in self._lessons(0)])
         spread = values.std(0)
         self.centre = values.mean(0)
+        # Features that hardly vary on public examples must not be blown up.
         self.scale = spread + 1e-3 * spread.mean() + torch.finfo(spread.dtype).tiny
 
     def features(self, update: Tensors) -> Tensor:
@@ -167,6 +168,8 @@ class _Student:
         flat = torch.cat([value.flatten(1) for value in update.values()], 1)
         if flat.shape[1] == self.size:
             return flat
+        # Feature hashing: each entry goes with a random sign to one of `size` random sums, which keeps inner products
+        # on average.
         shuffled = (flat * self.sign)[:, self.order]
         return nn.functional.pad(shuffled, (0, -shuffled.shape[1] % self.size)).unflatten(1, (-1, self.size)).sum(1)
 
@@ -183,6 +186,7 @@ class _Student:
         groups = order[: count * self.examples].view(count, self.examples)
         for start in range(0, count, _AT_ONCE):
             places = groups[start : start + _AT_ONCE]
+            # Sorted by label, so that the order of the images does not have to be guessed.
             places = places.gather(1, self.public.targets.cpu()[places].argsort(dim=1, stable=True))
             batch = Batch(self.public.inputs[places], self.public.targets[places])
             sent = self.client.send(batch, key.child(Stream.NOISE, start))
@@ -217,6 +221,7 @@ class _Student:
         with torch.no_grad():
             pixels = self.network(self.network_input(self.features(update), targets.gather(1, order)))
         images = self.lower + (self.upper - self.lower) * pixels.nan_to_num(0.5).view(-1, *self.shape)
+        # argsort of an order is its inverse.
         return torch.stack([image[place.argsort()] for image, place in zip(images, order, strict=True)])
 
     def average(self, targets: Tensor) -> Tensor:

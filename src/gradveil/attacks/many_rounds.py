@@ -182,6 +182,7 @@ def _by_thresholds(observations: Sequence[Observation], name: str, otherwise: Te
         hit = sent != 0
         enough &= hit.sum(1, keepdim=True) >= _ENOUGH
         least = torch.where(hit, sent.abs(), torch.inf).amin(1, keepdim=True)
+        # g^2 - s g + C = 0 has the roots (|s| +- sqrt(s^2 - 4 C)) / 2, and the smallest |s| of a layer is 2 sqrt(C).
         root = (sent.square() - least.square()).clamp(min=0).sqrt()
         far, near = (sent.abs() + root) / 2, (sent.abs() - root) / 2
         hits += hit
@@ -190,6 +191,7 @@ def _by_thresholds(observations: Sequence[Observation], name: str, otherwise: Te
         odds += torch.where(hit, (far / near.clamp(min=torch.finfo(like.dtype).tiny)).log(), 0)
     count = hits.clamp(min=1)
     # An entry is sent with probability far / (far + near) if g is the larger root, else with near / (far + near).
+    # Log-likelihood ratio of the two roots: (hits - misses) log(far / near).
     weight = torch.sigmoid((2 * hits - len(observations)) * odds / count)
     estimate = weight * larger / count + (1 - weight) * smaller / count
     return torch.where(enough, estimate, otherwise.flatten(1)).reshape(like.shape)

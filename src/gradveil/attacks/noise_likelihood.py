@@ -55,6 +55,7 @@ def log_likelihood(
     group_sums = list[Tensor]()
     for factor in (torch.ones_like(scale), scale.clamp_min(0)):
         misfit = (factor.unsqueeze(1) * plain - sent).square() / square
+        # Log density of Student's t with K degrees of freedom and the scale sqrt(square), up to constants.
         entries = -((count + 1) / 2 * torch.log1p(misfit / count) + square.log() / 2)
         sums = torch.zeros(len(sent), GROUPS, dtype=torch.double, device=sent.device)
         group_sums.append(sums.index_add_(1, group, entries.double()))
@@ -94,6 +95,7 @@ def sharing(quiet: Mapping[str, Tensor], draws: Sequence[Mapping[str, Tensor]], 
     noise, noisy = list[Tensor](), torch.zeros_like(plain, dtype=torch.bool)
     for drawn in draws:
         added = _flat(drawn, quiet) - plain
+        # What a factor on the whole update does not explain.
         left = added - (added * plain).sum(1, keepdim=True) / whole * plain
         scaled = left.norm(dim=1, keepdim=True) <= _SCALED * added.norm(dim=1, keepdim=True)
         noise.append(added)

@@ -139,6 +139,7 @@ def prior_of(knowledge: Knowledge, like: Tensor) -> Prior:
     if u is not None:
         return Prior(u.mean(0), spectrum(u).variances.sqrt().to(like))
     channels, height, width = knowledge.space.shape
+    # Half a step off, so that the mean's coefficient is finite.
     rows, columns = (torch.arange(side, dtype=like.dtype, device=like.device) + 0.5 for side in (height, width))
     law = 1 / (rows[:, None].square() / height**2 + columns.square() / width**2)
     variances = _NATURAL**2 * height * width * law / law.sum()
@@ -203,6 +204,7 @@ class Search:
         assert images is not None
         draws = (torch.full((len(images),), draw) for draw in range(len(self.policy.draws)))
         coefficients = torch.stack([cosine(self.policy.transformed(images, draw)) for draw in draws])
+        # r is a transformed image with an error of its own.
         return coefficients.mean(1), coefficients.var(1) + SIGMA**2
 
     def candidates(self, r: Tensor) -> tuple[Tensor, Tensor]:
@@ -232,6 +234,7 @@ class Search:
         rows = 2 * kept
         target, places = r.repeat_interleave(rows, 0), draws.flatten().repeat_interleave(2)
         z = self.prior.coefficients(target)
+        # Rows alternate: of each draw, first the start at the mean image, then the one at r.
         z[::2] = 0
         z = self.descended(z, target, places)
         with torch.no_grad():
@@ -241,6 +244,7 @@ class Search:
             best = (fit.gather(2, start.unsqueeze(2)).squeeze(2) + unlikely).argmin(1)
             chosen = many * rows + 2 * best + start[many, best]
             misfit, size = self.parts(self.prior.coefficients(r), r, places[chosen])
+            # Half the number of values is the expected misfit of errors of size SIGMA.
             stays = (misfit < r[0].numel() / 2) & (size < 2 * r[0].numel())
             return torch.where(stays.view(-1, 1, 1, 1), r, self.prior.image(z[chosen]).clamp(0, 1))
 
@@ -251,6 +255,7 @@ class Search:
             z = z.detach().requires_grad_()
             (slope,) = torch.autograd.grad(torch.stack(self.parts(z, r, places)).sum(), z)
             first, second = 0.9 * first + 0.1 * slope, 0.99 * second + 0.01 * slope.square()
+            # Full steps in the first half, which then fall to zero.
             rate = _RATE * min(1.0, 2 * (1 - step / (_STEPS + 1)))
             change = first / (1 - 0.9**step) / ((second / (1 - 0.99**step)).sqrt() + 1e-8)
             z = z.detach() - rate * change
@@ -259,6 +264,7 @@ class Search:
     def parts(self, z: Tensor, r: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return the two terms [N] of the minimum: the misfit of T(x) to r, and minus the log density of x."""
         u = self.prior.image(z)
+        # Transforms are made for valid pixels: they get the nearest ones, and the distance to these is added.
         outside = (u - u.clamp(0, 1)).square()
         misfit = (self.policy.transformed(u.clamp(0, 1), places) - r).square() + outside
         return misfit.flatten(1).sum(1) / (2 * SIGMA**2), z.square().flatten(1).sum(1) / 2

@@ -127,6 +127,7 @@ class Aligned(Checked, Pruning, HasMessages):
     def _elected(self, votes: Tensor, number: int) -> Tensor:
         """Mark the positions with most votes [U, ...]."""
         counts = (votes > 0.5).sum(0)
+        # One vote outweighs every turn, as turns are below the number of positions; `largest` takes magnitudes.
         ranked = counts.flatten() * counts.numel() - self._turn(counts, number)
         return largest(ranked - ranked.min(), self._count(counts, 2)).reshape(counts.shape)
 
@@ -142,6 +143,7 @@ class Aligned(Checked, Pruning, HasMessages):
 
     def _count(self, like: Tensor, times: int = 1) -> int:
         """Count ceil(times k P), at most all."""
+        # ceil(t k P) = P - floor((1 - t k) P), with the decimal share that was written, not its binary neighbour.
         return like.numel() - int(max(0, 1 - times * as_written(self.keep)) * like.numel())
 
 

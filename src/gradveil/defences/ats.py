@@ -43,6 +43,8 @@ def warp(u: Tensor, rows: Tensor, fill: float = 0.0) -> Tensor:
     y, x = torch.meshgrid(_centres(height, u), _centres(width, u), indexing="ij")
     at = torch.stack([x, y, torch.ones_like(x)], -1)
     size = torch.stack([u.new_tensor(width), u.new_tensor(height)])
+    # Without align_corners, -1 and 1 are the outer edges of the image: pixel coordinate x is at 2 x / size - 1.
+    # Outside, grid_sample gives 0, which the subtraction makes the fill.
     grid = 2 * torch.einsum("hwk,bjk->bhwj", at, rows) / size - 1
     return fill + F.grid_sample(u - fill, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
@@ -73,6 +75,7 @@ def rotate(u: Tensor, strength: Tensor) -> Tensor:
     angle = strength * math.pi / 180
     cos, sin = angle.cos(), angle.sin()
     turn = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
+    # The offset maps the centre to itself.
     return warp(u, torch.cat([turn, (middle - turn @ middle).unsqueeze(-1)], -1), GREY)
 
 
@@ -136,6 +139,7 @@ def equalize(u: Tensor, strength: Tensor) -> Tensor:
     ordered = level.sort(-1).values
     before = torch.searchsorted(ordered, level)  # pixels of a lower level
     last = (level == ordered[..., -1:]).sum(-1, keepdim=True)
+    # As Pillow has it: the pixels of the highest level do not count, and with a step of 0 nothing changes.
     step = (level.shape[-1] - last) // LEVELS
     spread = ((step // 2 + before) // step.clamp_min(1)).clamp(max=LEVELS)
     exact = torch.where(step > 0, spread.to(u.dtype), level) / LEVELS

@@ -180,6 +180,7 @@ def _mixed(value: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
     """Compute sum_j c_bj v[p_j(b)] for values v [B, ...], over the client's own images."""
     own, *shares = (c.view(-1, *[1] * (value.dim() - 1)) for c in noise["coefficient"].unbind(1))
     total = own * value
+    # The coefficients of public images come last, and have no partner.
     for share, partner in zip(shares, noise["partner"].unbind(0), strict=False):
         total = total + share * value[partner]
     return total

@@ -76,6 +76,7 @@ class MinMax(Checked, Pruning):
 
 
 def _weight(value: Tensor, u: Tensor) -> Tensor:
+    # u may be 0: the smallest other number of U[0, 1) takes its place.
     return (1 / u.clamp_min(torch.finfo(u.dtype).eps / 2) - 1) * value.square()
 
 
@@ -119,6 +120,7 @@ class Rounding(Transform):
     def charged(self, value: Tensor, sent: Tensor) -> Tensor:
         """Add to what was sent by how much an entry lies outside of its interval."""
         low, high = self.interval(sent)
+        # Within the interval this is what was sent, with the slope of the value.
         return sent + (value - torch.minimum(torch.maximum(value.detach(), low), high))
 
 
@@ -203,11 +205,14 @@ class Quantise(Checked, Rounding):
         A level is the smallest magnitude of the layer: where that is several levels, the interval is only wider.
         """
         size = sent.abs()
+        # Minus the largest of the negative magnitudes: the smallest magnitude that is not zero.
         level, top = -peak(torch.where(size > 0, -size, -torch.inf)) * (1 + _ROUNDING), peak(size)
         low, high = size - level, size + level
         if self.scale == "max":
             high = torch.minimum(high, torch.where(top > 0, top * (1 + _ROUNDING), torch.inf))
         if self.clip < float("inf"):
+            # A cut entry is at the top where s is the largest magnitude. With the norm it may have been rounded one
+            # level down.
             high = torch.where(size >= (top if self.scale == "max" else top - level), torch.inf, high)
         return torch.where(sent < 0, -high, low), torch.where(sent < 0, -low, high)
 

@@ -186,10 +186,12 @@ class SparseVector(Checked, Pruning):
         scale = 2 * self.gamma * budget.sent / budget.query
         asked = select(noise, "asked")
         uniform = torch.cat([asked[name].flatten() for name in cut])
+        # An entry is refused j times or more with probability F^j: the inverse of this law at u is log(1 - u) / log F.
         passes = torch.log1p(-uniform) / _log_refused((threshold - magnitude) / scale)
         passes = passes.nan_to_num(torch.inf, torch.inf, torch.inf).floor()  # refused so many times first
         order = passes.argsort(stable=True)
         last = passes[order[budget.sent - 1]]
+        # All that pass as early as the n-th one: these are the entries among which n are drawn.
         through = passes <= last
         if self.replace:
             number = through.sum()
@@ -208,6 +210,7 @@ def _count(params: Mapping[str, Tensor]) -> int:
 
 def _log_refused(distance: Tensor) -> Tensor:
     """Return log P(Lap(1) < distance)."""
+    # log(e^d / 2) for d < 0, else log(1 - e^-d / 2); each is clamped where the other holds.
     below = distance.clamp_max(0) - math.log(2)
     above = torch.log1p(-torch.exp(-distance.clamp_min(0)) / 2)
     return torch.where(distance < 0, below, above)

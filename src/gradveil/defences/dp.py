@@ -77,6 +77,7 @@ class Clip(Checked, Transform):
         squares = {name: value.square().sum() for name, value in update.items()} if missing else {}
         factors = {**self._factors(squares), **pinned} if missing else pinned
         if self.norm < math.inf:
+            # Infinity times a factor of zero would be NaN.
             update = {name: torch.nan_to_num(value, 0.0, 0.0, 0.0) for name, value in update.items()}
         return {name: value * factors[name] for name, value in update.items()}, state
 

@@ -105,6 +105,8 @@ class Soteria(Checked, Transform):
             raise fail("soteria", what, "end the model with a linear classifier of one vector an example")
 
         def lengths(direction: Tensor) -> Tensor:
+            # The same direction for all examples, each of which depends on its own input: one pass gives dr_f/dx_b for
+            # every b.
             return pull(direction.expand_as(r))[0].flatten(1).norm(dim=1)
 
         directions = torch.eye(r.shape[1], dtype=r.dtype, device=r.device)
@@ -205,6 +207,7 @@ class Outpost(Checked, Transform):
             risk = context.params[name].var(correction=0).clamp(max=1)
             added = noisy[name] * (self.scale * risk) * normal[name]
             change = g * kept + added - g
+            # The slope by the coin is minus what a perturbed step changes.
             smooth = g + hit * added + (chance - coin) * change.detach()
             sent[name] = straight_through(g + hit * change, smooth)
             if name in pinned:

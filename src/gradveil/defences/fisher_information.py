@@ -122,6 +122,7 @@ def sight(client: Client, examples: int) -> Sight:
         return Sight(clean, 1.0, 1.0, smooth, False, replace(client, send=None), fitted=fitted)
     in_step = _first(stages(client.step)) is not None
     size = client.local.batch if client.local and in_step else each
+    # The server sees the mean over the members, whose noises are independent.
     variance = sum(stage.variance(size) for stage in noise) / client.members
     normal = sum(stage.variance(size) for stage in noise if known(stage, Gaussian, FadingNoise)) / client.members
     scales = (
@@ -260,6 +261,7 @@ def _nats(seen: Sight, away: Tensors) -> Tensor:
     if not seen.laplace:
         return normal
     steps = [value.double().abs().cpu() / seen.laplace for value in away.values()]
+    # expm1: for small t, exp(-t) - 1 would cancel, and t^2 / 2 is what is left of the sum.
     return torch.minimum(normal, torch.stack([(t + torch.expm1(-t)).sum() for t in steps]).sum())
 
 

@@ -97,8 +97,10 @@ class Probing(Transform):
             return old
         found = self._probed(noise, context)
         if self.memory:
+            # The first round has nothing to remember.
             kept = torch.where(rounds > 0, self.memory, 0.0)
             found = {name: torch.lerp(value, old[name], kept.to(value.dtype)) for name, value in found.items()}
+        # Under vmap each client has its own round: all are probed, and those that are not due keep what they had.
         due = rounds % self.every == 0
         return found if known else {name: torch.where(due, value, old[name]) for name, value in found.items()}
 
@@ -407,6 +409,7 @@ class OptimalPruning(Fitted, Magnitude):  # pyright: ignore[reportIncompatibleVa
         if not self.mixed:
             return kept
         fewer, chances = self.masks(worth, 1), self._chances(worth)
+        # (1 - chance) kept + chance fewer.
         return {name: share - chances[name] * (share - fewer[name].to(share.dtype)) for name, share in kept.items()}
 
     def public_worth(self, context: Context, probe: Tensor) -> Tensors:

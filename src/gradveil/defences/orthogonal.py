@@ -65,6 +65,7 @@ class Censor(Checked, Transform):
                 for trial in range(self.trials)
             ]
         )
+        # A mask in place of an index, which would be a tensor under vmap.
         chosen = torch.arange(self.trials, device=losses.device) == losses.argmin()
         sent = {
             name: (chosen.view(-1, *[1] * (value.ndim - 1)) * value).sum(0).to(update[name].dtype)
@@ -86,6 +87,7 @@ class Censor(Checked, Transform):
         along = (r @ g) / (size if self.variant == "paper" else size.sqrt())
         rest = r - along.unsqueeze(1) * g
         length = _length(rest)
+        # Nothing is at a right angle to a gradient of one entry: what is left is rounding, and must not be scaled up.
         scale = torch.where(length > _ROUNDED, torch.where(square > 0, size.sqrt(), 0.0) / length, 0.0)
         return (scale.unsqueeze(1) * rest).view(-1, *gradient.shape)
 

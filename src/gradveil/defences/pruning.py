@@ -63,6 +63,7 @@ def borders(values: Floats, ranks: tuple[int, ...]) -> list[Border] | None:
         for i, (low, high) in enumerate(brackets):
             less = block < low
             below[i] += int(np.count_nonzero(less))
+            # Below `low` both are true and above `high` both are false: they differ within the bracket.
             near[i].append(block[np.flatnonzero(less != (block <= high))])
     found: list[Border] = []
     for rank, less, parts in zip(ranks, below, near, strict=True):
@@ -88,6 +89,7 @@ def _bracket(values: Floats, rank: int) -> tuple[np.float32, np.float32]:
     stride = next((s for s in _STRIDES if len(values) >= s * _SAMPLE), 1)
     sample = np.abs(values[::stride])
     share, size = rank / len(values), len(sample)
+    # Standard deviation of a binomial count.
     spread = _DEVIATIONS * math.sqrt(size * share * (1 - share)) + 2
     low, high = max(0, int(size * share - spread)), min(size - 1, int(size * share + spread))
     sample.partition((low, high))
@@ -159,7 +161,9 @@ def _by_places(value: Tensor, bottom: int, top: int) -> Tensor | None:
     order = flat.abs().argsort(stable=True)
     out = flat.clone()
     out[order[:bottom]] = 0.0
+    # Not -top, which for 0 would take all.
     out[order[len(order) - top :]] = 0.0
+    # Finite numbers whose sum overflows are left to the slower way, too.
     return out.view(value.shape) if math.isfinite(flat.sum().item()) else None
 
 
@@ -172,6 +176,7 @@ def _by_thresholds(value: Tensor, bottom: int, top: int) -> Tensor | None:
     found = borders(flat.numpy(), tuple(rank for rank in (bottom, size - top) if 0 < rank < size))
     if found is None:
         return None
+    # hardshrink keeps what is above its threshold in magnitude: the ties on the upper side are put back below.
     parts = [F.hardshrink(flat, float(border.last)) for border in found]
     for part, border in zip(parts, found, strict=True):
         if border.ties and border.last:  # which zeros are sent makes no difference
@@ -191,6 +196,7 @@ def ends_mask_by_order(magnitude: Tensor, bottom: int, top: int = 0) -> Tensor:
         spare = bottom - below.sum(-1, keepdim=True)
         removed = below | (ties & (ties.cumsum(-1) <= spare))
     if top:
+        # Turned around, so that of equal entries the last ones are the largest.
         removed = removed | ends_mask_by_order(-magnitude.flip(-1), top).flip(-1)
     return removed
 
@@ -456,6 +462,7 @@ def within(magnitude: Tensor, smallest: Tensor, largest: Tensor) -> Tensor:
 def _ends(sent: Tensor) -> Tensor:
     """Return the smallest and largest magnitude of what is not zero; where all is, infinity: nothing is known."""
     magnitude = sent.detach().abs()
+    # Minus the largest of the negative magnitudes; infinity where there are none.
     smallest = -peak(torch.where(magnitude > 0, -magnitude, -torch.inf), -torch.inf)
     return torch.stack([smallest, torch.where(smallest < torch.inf, peak(magnitude), smallest)])
 

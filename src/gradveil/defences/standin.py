@@ -122,6 +122,8 @@ class StandIn(Checked, Transform):
         if plain(m, v):
             return m / (v.sqrt() + self.eps)
         there = v > 0
+        # The inner choice keeps the slope of sqrt(0), which is infinite, out of the derivative; the outer one sets the
+        # value.
         root = torch.where(there, torch.where(there, v, torch.ones_like(v)).sqrt(), torch.zeros_like(v))
         width = root.detach().mean() + self.eps
         return straight_through(m / (root + self.eps), m / (root + width))

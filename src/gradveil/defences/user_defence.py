@@ -96,6 +96,7 @@ def _bounds(drawn: Tensor) -> Iterator[float]:
 def _variance(drawn: Tensor) -> float:
     """Return the largest variance compatible with these draws; neighbours may count twice."""
     count = max(2, drawn.numel() // 2)
+    # Upper end of the confidence interval of a normal sample's variance.
     return float(drawn.var()) * count / float(chi2.ppf(_CHANCE, count - 1))  # pyright: ignore
 
 
@@ -119,6 +120,7 @@ def _moments(centred: Tensor) -> Callable[[Function], tuple[float, float]]:
 
     def of(function: Function) -> tuple[float, float]:
         value, slope = function(centred / size)
+        # d/dz p(z / size) = p' / size: the bound is in units of z^2.
         return size**2 * float(value.square().mean()), float(slope.mean())
 
     return of

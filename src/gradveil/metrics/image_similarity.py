@@ -67,6 +67,7 @@ def ssim_pairs(candidates: Tensor, truths: Tensor) -> Tensor:
     """
     _large_enough(candidates)
     x, y = candidates.float(), truths.float()
+    # [A, 1 or B, C, H, W]: products with the truths [B, C, H, W] have one image for each pair.
     x = x if x.ndim == 5 else x[:, None]
     mean_y, square_y = _averaged(y), _averaged(y * y)
     rows, scores = max(1, _CHUNK // max(1, y.numel())), list[Tensor]()
@@ -195,6 +196,7 @@ def _averaged(images: Tensor) -> Tensor:
 def _band(window: Tensor, side: int) -> Tensor:
     """Return the matrix [side, side - 10] whose columns hold the window at each of its positions."""
     wide = len(window)
+    # Place of pixel i within the window that begins at pixel j: i - j.
     offsets = torch.arange(side, device=window.device)[:, None] - torch.arange(side - wide + 1, device=window.device)
     return torch.where((offsets >= 0) & (offsets < wide), window[offsets.clamp(0, wide - 1)], 0)
 

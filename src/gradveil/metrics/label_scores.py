@@ -48,5 +48,6 @@ def _hard(labels: Tensor) -> Tensor:
 def _counts(labels: Tensor, highest: int) -> Tensor:
     """Count each class from 0 to `highest`, and ignore negative labels."""
     counts = torch.zeros(labels.shape[0], highest + 2, dtype=torch.int64, device=labels.device)
+    # One place up: the first column takes the negative labels, and is left out.
     counts.scatter_add_(1, labels.clamp(min=_NONE) + 1, torch.ones_like(labels))
     return counts[:, 1:]

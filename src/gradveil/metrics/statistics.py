@@ -68,6 +68,7 @@ def risk(successes: int, n: int, control: float) -> Risk:
     [0.488, 0.359, 0.618]
     """
     (a, spread), (c, error) = (_centre(count, n) for count in (float(successes), control * n))
+    # Propagation of independent errors: the derivatives are 1 / (1 - c) by a, and -(1 - a) / (1 - c)^2 by c.
     half = math.hypot(spread / (1 - c), error * (1 - a) / (1 - c) ** 2)
     value = (a - c) / (1 - c)
     return Risk(*(min(1.0, max(0.0, each)) for each in (value, value - half, value + half)))
@@ -138,11 +139,13 @@ def matches(groups: tuple[int, ...], gallery: int) -> tuple[float, ...]:
     """
     rooks = [1]
     for size in groups:
+        # A full board of `size` x `size`: choose j rows and j columns, and pair them. Boards of groups multiply.
         board = [math.comb(size, j) ** 2 * math.factorial(j) for j in range(size + 1)]
         rooks = _product(rooks, board)
     n = len(rooks) - 1
     ways = [rook * math.perm(gallery - j, n - j) for j, rook in enumerate(rooks)]
     every = math.perm(gallery, n)
+    # P[K = k], with C(j, k) in place of C(j - 1, k - 1). The signs alternate: whole numbers keep the sum exact.
     signed = (sum((-1) ** (j - k) * math.comb(j, k) * ways[j] for j in range(k, n + 1)) for k in range(n + 1))
     return tuple(whole / every for whole in signed)
 
@@ -200,6 +203,7 @@ def bootstrap_maximum(
     """
     wins, images = torch.tensor(counts, dtype=torch.double), torch.tensor(sizes, dtype=torch.double)
     drawn = torch.randint(len(sizes), (draws, len(sizes)), generator=key.generator())
+    # [attackers, draws, clients], summed over the clients.
     highest = (wins[:, drawn].sum(-1) / images[drawn].sum(-1)).amax(0)
     low, high = torch.quantile(highest, torch.tensor([0.025, 0.975], dtype=torch.double)).tolist()
     return low, high

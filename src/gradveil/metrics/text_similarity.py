@@ -27,6 +27,7 @@ def rouge_l(one: Sequence[Hashable], truth: Sequence[Hashable]) -> float:
     >>> rouge_l("a x b c".split(), "a b c".split())
     0.8571428571428571
     """
+    # above[i] is the length that the tokens so far have in common with the first i of the truth.
     above = [0] * (len(truth) + 1)
     for token in one:
         row = [0]

@@ -33,6 +33,7 @@ def relative_distance(sent: Mapping[str, Tensor], raw: Mapping[str, Tensor]) -> 
     """
     difference, length, _, _ = _sums(sent, raw)
     ratio = (difference / length).sqrt()
+    # 0 / 0: two updates of zeros are equal. NaN below comes from values that are not finite.
     ratio = torch.where((length == 0) & (difference == 0), torch.zeros_like(ratio), ratio)
     return torch.where(torch.isnan(ratio), torch.inf, ratio)
 

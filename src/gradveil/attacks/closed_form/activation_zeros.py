@@ -169,6 +169,7 @@ class ZeroSearch:
         # The most negative outputs come first: these rows are the most certain to be inactive.
         order = outputs.argsort(1)[:, : int(wanted.max())]
         trusted = torch.arange(order.shape[1], device=order.device) < wanted.unsqueeze(1)
+        # [c, rows, k]: where a direction trusts fewer rows than another, the rest are zeros.
         rows = self.rows[order] * trusted.unsqueeze(2)
         r = (rows @ q.unsqueeze(2)).squeeze(2)
         # Start at the median residual: half of the rows are outliers at first.

@@ -69,6 +69,7 @@ def whitening(features: Tensor) -> Tensor:
     """Return matrices K [V, k, k] such that K @ features [V, k, m] have the identity as their second moments."""
     moments = features @ features.mT / features.shape[-1]
     values, vectors = torch.linalg.eigh(moments)
+    # Dependent rows have eigenvalues of rounding, or negative ones: the floor keeps their scale finite.
     floor = values[:, -1:].clamp_min(torch.finfo(values.dtype).tiny) * torch.finfo(values.dtype).eps
     return vectors.mT / values.clamp_min(floor).sqrt().unsqueeze(2)
 

@@ -222,9 +222,11 @@ class _Layers:
 
     def _descend(self, sent: Tensors, error: Tensor, taken: Tensor) -> tuple[Tensor, list[float]]:
         """Solve all layers below the last one, given its error and input."""
+        # A last layer that sent zeros only leaves its input open.
         share = torch.full_like(taken, float(not sent[self.links[-1].weight].any() and not error.any()))
         guess = torch.zeros_like(error)
         opened = [float(share.sum())]
+        # Every layer but the last with the one above it, from the top down.
         for above, link in zip(self.links[:0:-1], self.links[-2::-1], strict=True):
             weight = self.params[above.weight]
             error = taken_back(above, weight, error).view(link.given)

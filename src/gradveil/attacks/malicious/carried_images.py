@@ -114,12 +114,15 @@ def carrying(model: nn.Module, course: Way, lower: Tensor, upper: Tensor) -> Non
                 if layer.bias is not None:
                     layer.bias[:channels] = 0
                 if layer.bias is not None and first:
+                    # No kernel is negative: its smallest output is its sum times the lower bound. The bias lifts this
+                    # to the margin, so that no ReLU closes.
                     least = layer.weight[:channels].sum((2, 3)) @ lower.amin((1, 2))[:sources]
                     layer.bias[:channels] = _MARGIN * (upper - lower).max() - least
                 first = False
             if isinstance(layer, FrozenNorm) and layer.weight is not None and layer.bias is not None:
                 layer.running_mean[:channels] = 0
                 layer.running_var[:channels] = 1
+                # Cancels the division by sqrt(var + eps).
                 layer.weight[:channels] = (1 + layer.eps) ** 0.5
                 layer.bias[:channels] = 0
 
@@ -127,6 +130,7 @@ def carrying(model: nn.Module, course: Way, lower: Tensor, upper: Tensor) -> Non
 def _carry(layer: nn.Conv2d, channels: int) -> int:
     """Let a convolution pass the first input channels on. Returns the number of output channels that hold them."""
     outputs = len(layer.weight)
+    # A stride of s sees each pixel at one of s x s offsets around the kernel's centre: the others would be repetitions.
     sides = [
         range((k - min(k, s)) // 2, (k - min(k, s)) // 2 + min(k, s))
         for k, s in zip(layer.kernel_size, layer.stride, strict=True)
@@ -139,6 +143,7 @@ def _carry(layer: nn.Conv2d, channels: int) -> int:
         for part in range(parts):
             chosen = offsets[part::parts]
             for row, column in chosen:
+                # Where outputs are fewer than channels, several channels share one, which then holds their mean.
                 layer.weight[(channel * parts + part) % used, channel, row, column] = 1.0
     layer.weight[:used] /= layer.weight[:used].sum((1, 2, 3), keepdim=True)
     return used
@@ -154,6 +159,7 @@ def carried(model: nn.Module, course: Way, shape: tuple[int, ...]) -> int:
         layer = at(model, path)
         assert isinstance(layer, nn.Conv2d)
         channels = _carry(copy.deepcopy(layer).requires_grad_(False), channels)
+    # Features are flattened channel by channel: the carried ones come first.
     return channels * (features_taken // runs[course.convolutions[-1]].given[0])
 
 

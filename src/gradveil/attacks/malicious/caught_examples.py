@@ -66,6 +66,8 @@ def count(bias: Tensor, target: int, examples: int, gated: bool, usual: float = 
         even = taken / (len(bias) - 1)
         largest = examples * float(bias[others].max())
         candidates: list[Counts] = []
+        # The class with the largest gradient has the fewest examples: (even - n_j) scale / N is solved for the scale at
+        # each possible number n_j.
         for scale in (usual, *(largest / (even - least) for least in range(int(even) + 1) if least < even)):
             if scale <= 0:
                 continue
@@ -111,11 +113,13 @@ def catches(
 
 def _group(seen: Observation, last: str, target: int, caught: Tensor, scales: Tensor, number: int) -> Catch:
     places = (caught == number).nonzero().flatten()
+    # From the mean over all N examples to that over the caught ones.
     update = {n: _times(v, seen.examples / number / scales[places]) for n, v in take(seen.update, places).items()}
     # In the last layer, only the target's row belongs to the caught examples alone. It determines the other rows.
     for name in (f"{last}.weight", f"{last}.bias"):
         if name in update:
             value = update[name]
+            # The error of a caught example is -1 at the target and 1 / (K - 1) at each other class.
             share = torch.full((value.shape[1],), -1 / (value.shape[1] - 1)).to(value)
             share[target] = 1.0
             update[name] = _times(value[:, target].unsqueeze(1).expand_as(value), share, 1)

@@ -120,6 +120,7 @@ class Fishing(Inversion):
         drawn = torch.rand((_LOOKS, *knowledge.space.shape), generator=Key(0, (Stream.FISHING,)).generator()).to(like)
         with torch.no_grad(), evaluating(client.model):
             of_noise = features(client.model, lower + (upper - lower) * drawn, last)
+        # The target's logit is at most _WEIGHT |features|_1.
         return max(_BIAS, _MARGIN * _WEIGHT * float(of_noise.flatten(1).abs().sum(1).max()))
 
     def _target(self, number: int, classes: int) -> int:
@@ -145,10 +146,13 @@ class Fishing(Inversion):
         spread = centred.T @ centred / len(values)
         wanted = of_class.to(values) - of_class.double().mean()
         ridge = _RIDGE * spread.diagonal().mean() * torch.eye(len(spread)).to(values)
+        # Ridge regression of membership in the class on the features.
         measure = torch.linalg.solve(spread + ridge, centred.T @ wanted / len(values))
         scores = values[of_class] @ measure
         sharp = _SHARP / float((values @ measure).std())
         cut = torch.quantile(scores, share)
+        # The other logits are 0: above the cut the model predicts the target, so that the error of an example of it is
+        # 0; below the cut it is -1.
         return sharp * measure, -sharp * cut
 
     def _caught(

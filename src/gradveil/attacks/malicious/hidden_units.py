@@ -316,6 +316,7 @@ class CopiedRows(HiddenUnits):
         bias.copy_(-values.quantile(cuts))
         # Every unit has the same effect, so that errors of examples above a bin cancel in the difference.
         flat = behind.flatten(1)
+        # Equal terms add up to K of one: divided by the root of K, they are as large as a sum of independent weights.
         behind.copy_((flat[:, :1] / len(bias) ** 0.5).expand_as(flat).reshape(behind.shape))
 
     def read(self, rows: Tensor, errors: Tensor, count: int, reader: _PixelReader) -> tuple[Tensor, int]:

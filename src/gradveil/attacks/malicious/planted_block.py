@@ -152,6 +152,7 @@ class Planting(Checked, ABC):
             model.measure.weight.copy_(weight)
             model.measure.bias.copy_(bias - weight @ lower)
             model.ceiling.copy_(ceiling)
+            # Divided by both, so that neither the gain nor the number of measures changes the model's input.
             model.back.weight.copy_((back / (self.gain * self.units)).unsqueeze(1).expand(-1, len(bias)))
             for place in range(self.units, len(bias)):
                 model.back.weight[:, place] *= _LOUD * (-1) ** place
@@ -183,6 +184,7 @@ class Planting(Checked, ABC):
         finite = weight.isfinite().flatten(1).all(1) & bias.isfinite().all(1)
         lower, upper = knowledge.space.bounds(weight)
         ends = [bound.expand(knowledge.space.shape).flatten() for bound in (lower, upper)]
+        # x = lower + (upper - lower) u: from sum d x and sum d to sum d u of pixels u in [0, 1].
         weight = (weight - bias.unsqueeze(2) * ends[0]) / (ends[1] - ends[0])
 
         def read(place: int) -> tuple[Tensor, int]:
@@ -253,6 +255,7 @@ class Imprint(Planting):
         ends = torch.stack([row.clamp(max=0).sum() - margin, row.clamp(min=0).sum() + margin])
         cuts = self._quantiles(images @ row).clamp(float(ends[0]), float(ends[1]))
         thresholds = torch.cat([ends[:1], cuts])
+        # As a ceiling, a bin's width closes the row for examples above the bin.
         widths = torch.cat([cuts, ends[1:]]) - thresholds
         return Measures(row.expand(self.bins, -1), -thresholds, widths if self.sparse else None)
 
@@ -264,6 +267,7 @@ class Imprint(Planting):
         spread = values.std(correction=0)
         if self.law == "normal":
             return values.mean() + spread * torch.special.ndtri(shares).to(values)
+        # Quantiles of the Laplace law of deviation 1: its scale is 1 / sqrt(2).
         tails = -(1 - 2 * (shares - 0.5).abs()).log() * (shares - 0.5).sign() / 2**0.5
         return values.mean() + spread * tails.to(values)
 
@@ -321,6 +325,7 @@ class Trap(Planting):
         """Draw the rows."""
         half = pixels // 2
         sizes = self.std * torch.randn(self.rows, half, generator=key.child(Stream.SIZES).generator()).abs()
+        # argsort of random numbers is a random order, another one for each row.
         shuffled = torch.rand(self.rows, pixels, generator=key.child(Stream.PLACES).generator()).argsort(1)
         below, above = shuffled[:, :half], shuffled[:, half : 2 * half]
         negative = torch.zeros(self.rows, pixels).scatter_(1, below, -sizes)

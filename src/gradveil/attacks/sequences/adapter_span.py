@@ -51,6 +51,7 @@ def adapter_span(
     Only decisive spans count if there is one. Otherwise all are kept, to rank words by.
     """
     paths = [path.format(layer) for path in layout.attention]
+    # `sent` holds gradients of A and B, `public` the matrices A.
     sent, public = adapters(update, paths), {one.path: one.a for one in adapters(params, paths)}
     outer = [one.a for one in sent if one.a is not None and one.b is not None
              and float(one.a.norm()) > _SILENT * float(one.b.norm())]  # fmt: skip

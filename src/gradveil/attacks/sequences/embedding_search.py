@@ -323,15 +323,19 @@ class _Search:
         last, space = len(words) - 1, self.space
         listed, residuals = self.listed.words[: last + 1].clone(), self.listed.residuals[: last + 1]
         own = (listed == words.unsqueeze(1)).any(1)
+        # A word that is not listed takes the place of the last one.
         listed[~own, -1] = words[~own]
+        # softmax then weighs a word by its residual to the power of -_SPREAD.
         logits = -_SPREAD * residuals.clamp_min(1e-4).log()
         logits = torch.where(torch.isfinite(residuals), logits, -torch.inf)
         if space.end is not None:
             logits[:last][listed[:last] == space.end] = -torch.inf
+            # The sentence keeps its length: all words of its last position are the end.
             listed[last] = space.end
         if space.start is not None:
             listed[0] = space.start
         logits = logits - logits.amax(1, keepdim=True)
+        # The likeliest word has 0 here: the current one gets at least that.
         logits = torch.where(listed == words.unsqueeze(1), logits.clamp_min(-_SPREAD) + _TRUST, logits)
         pairs = None
         if self.prior is not None:
@@ -349,6 +353,7 @@ class _Search:
         reached = torch.inf
         for step in range(steps):
             for group in optimiser.param_groups:
+                # Full steps in the first half, which then fall to zero.
                 group["lr"] = _STEP * min(1.0, 2 * (steps - step) / steps)
             shares = [one.softmax(1) for one in logits]
             embedded = self.table[_trimmed(ids, self.space, self.layout)].clone()
@@ -358,6 +363,7 @@ class _Search:
             reached = float(value.detach())
             for share, mixture in zip(shares, mixtures, strict=True):
                 if mixture.pairs is not None:
+                    # Expected log probability of the pairs, with the words of neighbours drawn independently.
                     fluent = torch.einsum("tk,tkl,tl->", share[:-1], mixture.pairs, share[1:])
                     value = value - self.attack.fluency * fluent / len(share) / len(shares)
             optimiser.zero_grad()

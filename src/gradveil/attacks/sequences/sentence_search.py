@@ -89,6 +89,7 @@ class SentenceSearch:
             longer = self._extended(beam, words, costs)
             if self.layout.causal and self._tests:
                 good = longer.second[:, -1] < MEMBER
+                # A prefix that no word continues within the span is a whole text.
                 done += self._finished(beam[~good.view(len(beam.ids), -1).any(1)])
                 longer = longer[good]
             elif self.end is not None:
@@ -98,6 +99,7 @@ class SentenceSearch:
             beam = longer[longer.costs.argsort()[: self.beam]]
         if self.layout.causal or self.end is None or not done:
             done += self._finished(beam)
+        # Of equal sentences the last one stays in the dict, which costs least.
         distinct = {tuple(one.words.tolist()): one for one in sorted(done, key=lambda one: -one.cost)}
         others = [one for words, one in distinct.items() if words not in avoid]
         return sorted(others, key=lambda one: (not one.proved, one.cost))[:found]
@@ -180,6 +182,7 @@ class SentenceSearch:
     def _measured(self, ids: Tensor) -> _Beam:
         """Measure whole sentences [N, T] of candidates."""
         residuals = self.first_residuals(ids)
+        # A word that is not listed counts as wholly outside of the span, in which unit vectors leave 1.
         first = residuals.nan_to_num(posinf=1.0).clamp_min(_LEAST).log().sum(1)
         if self.prior is not None:
             first = first - self.prior_weight * self.prior(ids[:, :-1].flatten(), ids[:, 1:].flatten()).view(

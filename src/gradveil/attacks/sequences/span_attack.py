@@ -260,9 +260,12 @@ class SpanSearch:
     def _anchors(self, system: TokenCompanions, left: int, found: Sequence[Sentence]) -> list[int]:
         """Return candidates that no sentence found has, those first that are likely in one sentence of the batch."""
         counts = torch.bincount(system.places)[system.places]
+        # Where a position has fewer words than sentences, several sentences share one: these come last.
         order = (counts < left) * len(counts) + counts
         rows = self.word_rows(self.seen.examples)
         if rows is not None and rows.shares is not None:
+            # The bag is sorted. A share of 1 belongs to a word that occurs once, so that its sentence is the only one
+            # with it.
             place = torch.searchsorted(rows.bag, system.words).clamp_max(len(rows.bag) - 1)
             shares = rows.shares[system.places.clamp_max(len(rows.shares) - 1), place]
             order = (counts == 1) * float(left > 1) + (shares - 1).abs()
@@ -349,6 +352,7 @@ class SpanSearch:
             shares = rows.shares[: len(listed.words)].gather(1, torch.searchsorted(bag, listed.words))
             # The share of a position's row stands for a residual: words that occur once have all of it.
             order = torch.where(torch.isfinite(costs), 1 / shares.clamp(0.02, 1), torch.inf)
+            # From 0.01 for a whole share to 0.07: the search takes logarithms of these, as of residuals.
             costs = order.sqrt() / 100
         worst = order.topk(min(kept, order.shape[1]), largest=False).values[:, -1:]
         costs = torch.where((order <= worst) | (listed.words == self.space.end), costs, torch.inf)
@@ -452,6 +456,7 @@ class SpanSearch:
         before, units = self.rest, self.units
         ids = padded([sentence.words], 1, self.space)
         for label in range(min(self.knowledge.classes, _LABELS)):
+            # `_directions` reads self.rest and self.units: they are set for each label, and restored below.
             update = self._simulated(ids, label)
             self.rest = {name: self._without(name, value, update[name]) for name, value in before.items()}
             left = self._directions()
@@ -502,6 +507,7 @@ class SpanSearch:
             share = -1 / (examples * len(one.words))
             distances = (left / share - 1).abs()
             best = int(distances.argmin() if float(distances.min()) < _SAME else left.argmin())
+            # The share is negative: a word was predicted if at least half of it is left.
             if float(left[best]) < share / 2:
                 left[best] -= share
                 words = torch.cat([one.words, torch.tensor([best])])
@@ -512,6 +518,7 @@ class SpanSearch:
 def _rounding(left: Sequence[Tensor], before: Sequence[Tensor], tolerance: float) -> float:
     """Return the relative singular value of rounding in what subtractions left: it stays as large as it was before."""
     shares = [float(one.norm() / other.norm().clamp_min(1e-30)) for one, other in zip(left, before, strict=True)]
+    # Nothing was subtracted so far.
     return tolerance if min(shares) > 0.999 else _SUBTRACTED * tolerance / max(min(shares), 1e-30)
 
 

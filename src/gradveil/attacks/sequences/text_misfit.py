@@ -63,6 +63,7 @@ class TextMisfit:
         gradient = self._gradient(ids, labels, embedded)
         along = self._sums([one * other for one, other in zip(self._sent, gradient, strict=True)])
         cosines = along / (self._squares * self._sums([one.square() for one in gradient])).clamp_min(1e-60).sqrt()
+        # The square keeps its sign: an opposite gradient must be worse than one at a right angle.
         return (self._weights * (1 - cosines * cosines.abs() + _ROUNDING).log()).sum()
 
     def _gradient(self, ids: Tensor, labels: Tensor, embedded: Tensor | None) -> list[Tensor]:

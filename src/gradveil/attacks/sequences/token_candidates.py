@@ -76,9 +76,11 @@ def _kept(basis: Tensor, inputs: Tensor) -> Tensor:
     ridge = _RIDGE * torch.eye(len(basis), dtype=basis.dtype, device=basis.device)
     for sweep in range(_SWEEPS):
         # The last sweeps fit the numbers that were kept, exactly.
+        # Weights 1 / |x - z| make least squares approach the least |x - z|_1.
         weights = masks if sweep >= _SWEEPS - 2 else 1 / ((x - member).abs() + max(_SOFT, _SOFTEST / 2**sweep))
         products = (weights.unsqueeze(1) * basis) @ basis.T + ridge
         member = torch.linalg.solve(products, (weights * x) @ basis.T) @ basis
+        # Kept where the member is nearer to x than to zero.
         masks = ((x - member).abs() < member.abs()).to(x.dtype)
     return masks
 
@@ -138,6 +140,7 @@ def _likely(
     width = layout.word_table(params).shape[1]
     weight = torch.ones(width) if weight is None else weight
     bias = torch.zeros(width) if bias is None else bias
+    # The layer norm takes off the mean, which can be done for words and positions separately.
     table, places = (
         vectors - vectors.mean(-1, keepdim=True)
         for vectors in (
@@ -149,6 +152,7 @@ def _likely(
 
     def squares(matrix: Tensor | None) -> Tensor:
         g, h, b = (x if matrix is None else x @ matrix for x in (table * weight, places * weight, bias))
+        # |(g + h) / s + b|^2, multiplied out.
         return _sums(g, h) / size.square() + 2 * ((g @ b).unsqueeze(1) + h @ b) / size + b.square().sum()
 
     residuals = torch.stack([squares(p) / squares(q) for p, q in span.factors()]).mean(0)

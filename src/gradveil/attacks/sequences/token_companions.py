@@ -125,6 +125,7 @@ class TokenCompanions:
             before = largest
             matrix, rest = torch.cat([one for one, _ in parts])[:, free], torch.cat([rest for _, rest in parts])
             rows = torch.cat([matrix, _ONE_WORD * self._occupied[:, free]])
+            # Gauss-Newton: matrix (z - shares) + rest = 0, for the words of all positions but the anchor's.
             solution, pool = _nonnegative(rows, torch.cat([matrix @ shares[free] - rest, wanted]), pool)
             shares = shares.clone()
             shares[free] = solution
@@ -140,6 +141,7 @@ class TokenCompanions:
         found: list[int] = []
         for position in range(len(self.candidates.words)):
             here = (self.places == position).nonzero().flatten()
+            # More than half of the sentence's weight here is on ends at earlier positions.
             if not len(here) or float(self._occupied[position] @ shares - shares[here].sum()) > 0.5:
                 break
             if self.end is None and float(shares[here].sum()) < 0.5:
@@ -164,6 +166,7 @@ class TokenCompanions:
         weights = (scores - scores.amax(0)).exp()
         weights = weights / (shares.unsqueeze(1) * weights).sum(0).clamp_min(1e-30)
         context = torch.einsum("nh,nhc->hc", shares.unsqueeze(1) * weights, self._value)
+        # dc / dz_j = w_j (v_j - c), with w_j = e_j / sum_i z_i e_i.
         slopes = weights.unsqueeze(2) * (self._value - context)
         return context.flatten(), slopes.flatten(1).T
 
@@ -180,6 +183,7 @@ class TokenCompanions:
         table = torch.cat([jacfwd(self._units)(context, carried), units.unsqueeze(1)], 1) / units.norm()
         basis = self.hidden.basis
         table = table - basis.T @ (basis @ table)
+        # Q only turns the equations: R keeps their lengths and products, with as many rows as there are columns.
         small = torch.linalg.qr(table, mode="r").R
         return small[:, :-1] @ slopes, small[:, -1]
 
@@ -189,6 +193,7 @@ def _nonnegative(rows: Tensor, sides: Tensor, pool: Tensor) -> tuple[Tensor, Ten
     solution = torch.zeros(rows.shape[1])
     rest = sides
     for _ in range(_ROUNDS):
+        # Minus the slope of half the squared rest: only candidates that lower it may enter.
         gains = rows.T @ rest
         gains[pool] = -torch.inf
         entering = gains.topk(min(_ENTERING, len(gains))).indices

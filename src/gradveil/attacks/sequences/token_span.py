@@ -44,6 +44,7 @@ class TokenSpan:
 
     def factors(self) -> list[tuple[Tensor, Tensor | None]]:
         """Return matrices P and Q [d, k]: the squared residual of x is the mean of |x P|^2 / |x Q|^2, Q None for 1."""
+        # Such that |x P|^2 = |outside part|^2 + sum_k (1 - w_k) (x b_k)^2, as in `residuals`.
         inside = 1 - (1 - self.weights).clamp(0, 1).sqrt()
         return [(torch.eye(self.basis.shape[1]) - self.basis.T @ (inside.unsqueeze(1) * self.basis), None)]
 
@@ -111,6 +112,7 @@ def _fitted(signs: Tensor, rank: int) -> Tensor:
     left, sizes, right = torch.linalg.svd(signs.float(), full_matrices=False)
     scale = sizes[:rank].sqrt()
     sides = [left[:, :rank] * scale, right[:rank].T * scale]
+    # Logits start at the leading factors of the signs, scaled to a size at which the loss is neither flat nor certain.
     size = (sides[0] @ sides[1].T).abs().mean()
     sides = [(side * (_CONFIDENT / size).sqrt()).requires_grad_() for side in sides]
     optimiser = torch.optim.Adam(sides, lr=_FIT_STEP)

@@ -19,10 +19,12 @@ def word_pairs(texts: Tensor, vocabulary: int, padding: int) -> LogPrior:
     True
     """
     kept = texts[texts != padding]
+    # One more of each word, so that unseen ones have a probability.
     single = torch.bincount(kept, minlength=vocabulary).double() + 1
     single /= single.sum()
     before, after = texts[:, :-1], texts[:, 1:]
     used = after != padding
+    # A pair is one number, and unique() sorts: pairs can be found by bisection.
     pairs, counts = torch.unique(before[used] * vocabulary + after[used], return_counts=True)
     firsts = torch.bincount(before[used], minlength=vocabulary).double().clamp_min(1)
 

@@ -60,5 +60,6 @@ def word_rows(update: Mapping[str, Tensor], layout: TokenLayout, most: int) -> W
     if filled or not bool(used.any()):
         return WordRows(bag, None, None)
     length = int(used.nonzero().max()) + 1
+    # gelsd: rows of words may depend on each other.
     shares = torch.linalg.lstsq(table[bag].T, rows[:length].T, driver="gelsd").solution.T
     return WordRows(bag, length, shares.float())
