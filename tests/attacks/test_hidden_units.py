@@ -36,6 +36,12 @@ def perceptron(norm=None):
     return nn.Sequential(nn.Flatten(), nn.Linear(256, 256), *behind, nn.ReLU(), nn.Linear(256, 32), nn.Linear(32, 10))
 
 
+def trained_statistics(width):
+    norm = BatchStatistics(width)
+    torch.nn.init.constant_(norm.weight, 5.0)
+    return norm
+
+
 def convolutional(norm=None):
     torch.manual_seed(0)
     between = [] if norm is None else [norm(8)]
@@ -61,7 +67,8 @@ def errors(attack, model, batch, seed=0):
         ("quantile", None, 24),
         ("quantile(part=0.25)", None, 16),
         ("quantile(place=norm)", LayerNorm, 16),
-        ("quantile(place=norm)", BatchStatistics, 6),
+        ("quantile(place=norm)", BatchStatistics, 20),
+        ("quantile(place=norm)", trained_statistics, 20),
         ("quantile(place=norm)", FrozenNorm, 24),
         ("quantile(place=statistics)", FrozenNorm, 24),
         ("conv-imprint", None, 28),

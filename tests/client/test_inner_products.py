@@ -1,5 +1,6 @@
 """The angle to a target by the factors of a gradient equals the angle of the gradient itself, and so does its slope."""
 
+import gc
 from itertools import product
 
 import pytest
@@ -11,7 +12,7 @@ from gradveil.client import Client, cosine_distances, cross_entropy
 from gradveil.core.types import Batch
 from gradveil.gradients.convolution import Geometry, only_position
 from gradveil.gradients.fused import cosine_distance, squared_lengths, written_bytes
-from gradveil.gradients.inner_products import cut, products, shorter
+from gradveil.gradients.inner_products import _MASKED, cut, products, shorter
 from gradveil.gradients.objective import Objective
 from gradveil.gradients.per_client import obstacle, per_client_cosines, per_client_gradients, shortens
 
@@ -99,6 +100,15 @@ def test_masked_target_is_cached_until_modified():
     assert products(left, right, target, torch.zeros(1, 2, 3)).tolist() == [[0, 0]]
     half = torch.full((1, 2, 3), 0.5)
     assert products(left, right, target, half).tolist() == [[6, 1.5]], "a mask need not be of zeros and ones"
+
+
+def test_masks_and_their_squares_are_forgotten_with_the_mask():
+    before = len(_MASKED)
+    mask = torch.ones(1, 4, 3)
+    products(torch.ones(1, 4, 2), torch.ones(1, 3, 2), torch.ones(1, 4, 3), mask)
+    del mask
+    gc.collect()
+    assert len(_MASKED) == before
 
 
 def test_per_client_cosines_write_no_gradient_of_a_large_layer():
@@ -240,6 +250,7 @@ GEOMETRIES = [
     for k, s, p, d, high in product((1, 2, 3, 5), (1, 2), (0, 1, 2), (1, 2), (1, 2, 3))
     if high + 2 * p >= d * (k - 1) + 1 and p < k * d
 ]
+GEOMETRIES.append((Geometry((2, 3), (20, 1), (4, 1), (2, 1)), 4))  # the kernel meets padding alone
 
 
 def test_shortcut_counts_only_the_kernel_within_the_image():

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradveil.core.distributions import Beta
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Bernoulli, Key, Laplace, Noise, NoiseSpec, Normal, Schedule, Uniform
 from gradveil.nn.stochastic import model_noise, noise_names
@@ -68,6 +69,17 @@ def test_schedule_uses_each_example_once_per_epoch():
 )
 def test_penalties_equal_hand_computed_values(law, penalty):
     torch.testing.assert_close(law.penalty(torch.tensor([[1.0, 2.0], [0.0, 0.0]])), torch.tensor(penalty))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("alpha", [0.4, 1.0])
+def test_beta_has_a_finite_penalty_at_both_ends(alpha: float, dtype: torch.dtype):
+    value = torch.tensor([[0.0], [1.0]], dtype=dtype, requires_grad=True)
+    penalty = Beta(alpha).penalty(value)
+    penalty.sum().backward()
+    assert torch.isfinite(penalty).all()
+    assert value.grad is not None
+    assert torch.isfinite(value.grad).all()
 
 
 def test_times_and_under_and_to():

@@ -8,6 +8,7 @@ from torch.func import functional_call, grad, vmap
 
 from gradveil.core.errors import GradveilError
 from gradveil.nn.models.hugging_face_text import FAMILIES, HuggingFaceText
+from gradveil.nn.models.token_transformers import small_encoder
 from gradveil.nn.token_layout import next_token_loss
 
 transformers = pytest.importorskip("transformers")
@@ -137,3 +138,10 @@ def test_an_unknown_family_is_refused_with_the_list():
 def test_a_model_that_attacks_cannot_read_is_refused(make, place):
     with pytest.raises(GradveilError, match=place):
         HuggingFaceText(make(), 8)
+
+
+def test_a_mask_fits_half_precision():
+    model = small_encoder(vocabulary=9, width=8, depth=1, heads=2).half()
+    mask = model.keep_mask(torch.tensor([[1, 2, 0]]))
+    assert torch.isfinite(mask).all()
+    assert torch.softmax(mask.float(), -1)[0, 0, 0].tolist() == [0.5, 0.5, 0.0]

@@ -27,7 +27,8 @@ class Beta:
 
     def penalty(self, value: Tensor) -> Tensor:
         """Return (1 - alpha) sum(ln v + ln(1 - v)) per row: -log density up to a constant."""
-        inside = value.reshape(len(value), -1).clamp(_TINY, 1 - _TINY)
+        # In float32, 1 - 1e-12 is 1, where the logarithm of 1 - v is not finite.
+        inside = value.reshape(len(value), -1).clamp(_TINY, 1 - max(_TINY, torch.finfo(value.dtype).eps))
         return (1 - self.alpha) * (inside.log() + torch.log1p(-inside)).sum(1)
 
 

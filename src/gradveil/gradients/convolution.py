@@ -129,7 +129,8 @@ def _only(size: int, kernel: int, stride: int, padding: int, dilation: int) -> t
     if last < first:  # it ends before the image
         return None
     at = first * dilation - padding
-    return slice(first, last), slice(at, at + (last - first - 1) * dilation + 1, dilation)
+    # Entries on both sides of the image leave an empty window: its end must not turn negative.
+    return slice(first, last), slice(at, max(at, at + (last - first - 1) * dilation + 1), dilation)
 
 
 def unfold(x: Tensor, target_clients: int, geometry: Geometry) -> Tensor:

@@ -11,6 +11,7 @@ has few positions m, that passes over the target twice and over nothing else of 
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol, cast
 
 import torch
@@ -102,8 +103,9 @@ def _masked(target: Tensor, mask: Tensor) -> Tensor:
     """Multiply a target that stays the same by its mask, once."""
     versions = target._version, mask._version
     known = _MASKED.get(target)
-    if known is None or known[0] is not mask or known[1] != versions:
-        known = _MASKED[target] = mask, versions, target.detach() * mask
+    if known is None or known[0]() is not mask or known[1] != versions:
+        # A weak reference: of a mask and its own square the value would keep its key alive.
+        known = _MASKED[target] = weakref.ref(mask), versions, target.detach() * mask
     return known[2]
 
 

@@ -159,7 +159,7 @@ class TokenModel(nn.Module):
         return len(self.get_parameter(f"{self.layout.positions}.weight")) - self.layout.offset
 
     def keep_mask(self, ids: Tensor) -> Tensor:
-        """Return the additive mask [B, 1, T, T]: 0 where a token may look, -1e9 at padding and later tokens.
+        """Return the additive mask [B, 1, T, T]: 0 where a token may look, -1e9 at padding and later tokens (less in half precision).
 
         It holds floats and no branch on data, so that `vmap(grad)` works.
         """
@@ -170,7 +170,8 @@ class TokenModel(nn.Module):
             steps = torch.arange(ids.shape[1], device=ids.device)
             hidden = (steps[None, :] > steps[:, None]).expand(len(ids), 1, -1, -1)
         # Not minus infinity: a row that is hidden as a whole would be NaN behind the softmax.
-        return torch.zeros(hidden.shape, dtype=table.dtype, device=ids.device).masked_fill(hidden, -1e9)
+        least = max(-1e9, torch.finfo(table.dtype).min / 2)
+        return torch.zeros(hidden.shape, dtype=table.dtype, device=ids.device).masked_fill(hidden, least)
 
 
 def next_token_loss(logits: Tensor, ids: Tensor, padding: int) -> Tensor:

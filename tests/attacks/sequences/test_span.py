@@ -168,3 +168,9 @@ def test_the_span_of_signs_holds_words_of_small_gradients_too():
     assert fitted.residuals(inputs).max() < 0.6 < plain.max()
     mixed = token_span([gradients[0], 2 * gradients[1] + 0.1], 8)  # not signs
     assert not torch.allclose(mixed.weights, torch.ones(8))
+
+
+def test_the_span_of_fewer_rows_than_tokens_has_finite_weights():
+    span = token_span([torch.randn(12, 64, generator=torch.Generator().manual_seed(0))], tokens=200)
+    assert not span.exact
+    assert torch.isfinite(span.residuals(torch.eye(64))).all()

@@ -262,7 +262,7 @@ class QuantileBiases(HiddenUnits):
         trend = ((values - values.mean(0)) / spread).T @ taken / len(taken)
         errors, slopes = (seen.update[f"{course.norm}.{kind}"].double() for kind in ("bias", "weight"))
         scale = at(model, course.norm).weight.detach().double()  # type: ignore[union-attr, operator]
-        rows = rows * (spread / scale)[:, None] + slopes[:, :, None] / scale[:, None] * trend
+        rows = rows * (spread / scale)[:, None] + slopes[:, :, None] * trend
         return rows + errors[:, :, None] * taken.mean(0), errors * closed
 
     def read(self, rows: Tensor, errors: Tensor, count: int, reader: _PixelReader) -> tuple[Tensor, int]:

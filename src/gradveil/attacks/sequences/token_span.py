@@ -79,7 +79,9 @@ def token_span(
     rank = int((sizes > tolerance * sizes[0].clamp_min(1e-300)).sum())
     if rank <= width - SPARE and rank < len(stacked):
         return TokenSpan(directions[:rank].to(dtype), torch.ones(rank, dtype=dtype), exact=True)
-    noise = sizes[assumed:].square().mean()
+    # Fewer rows than tokens leave no direction that shows the noise.
+    rest = sizes[assumed:]
+    noise = rest.square().mean() if len(rest) else sizes.new_zeros(())
     weights = (1 - noise / sizes[:assumed].square()).clamp(0, 1)
     return TokenSpan(directions[:assumed].to(dtype), weights.to(dtype), exact=False)
 
