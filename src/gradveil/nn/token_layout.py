@@ -159,7 +159,7 @@ class TokenModel(nn.Module):
         return len(self.get_parameter(f"{self.layout.positions}.weight")) - self.layout.offset
 
     def keep_mask(self, ids: Tensor) -> Tensor:
-        """Return the additive mask [B, 1, T, T]: 0 where a token may look, -1e9 at padding and later tokens (less in half precision).
+        """Return the additive mask [B, 1, T, T]: 0 where a token may look, else -1e9, or less in half precision.
 
         It holds floats and no branch on data, so that `vmap(grad)` works.
         """
