@@ -203,6 +203,16 @@ RECOVERIES = {"## Rows of tables": "table-recovery.csv", "### Sentences behind d
 _FIRST = "german-credit", "tabular-mlp"
 
 
+@pytest.mark.parametrize("file", ["table-recovery.csv", "text-defences.csv"])
+def test_limits_of_recovery_start_from_one_guess_of_the_data_and_the_batch(file: str):
+    guesses = dict[tuple[str, str], set[str]]()
+    for row in records(file):
+        if row["guess"]:
+            guesses.setdefault((row["data"], row["batch"]), set()).add(row["guess"])
+    assert guesses
+    assert all(len(found) == 1 for found in guesses.values()), guesses
+
+
 def test_a_setting_that_is_measured_again_replaces_its_rows_alone(tmp_path: Path):
     file, rows = HERE / "benchmarks/results/table-recovery.csv", records("table-recovery.csv")
     output = tmp_path / file.name
