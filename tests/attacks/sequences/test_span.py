@@ -5,7 +5,7 @@ import torch
 
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.protocol import Observation
-from gradveil.attacks.sequences.span_attack import SpanAttack
+from gradveil.attacks.sequences.span_attack import SpanAttack, SpanSearch
 from gradveil.attacks.sequences.token_span import TokenSpan, token_span
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError
@@ -130,6 +130,16 @@ def test_a_batch_of_more_tokens_than_directions_is_no_evidence_of_protection(ran
     client, observation = seen(model, ids, torch.arange(8) % 2)
     attack = SpanAttack(ranked=ranked, shortlist=4, prior_weight=0.0)
     assert attack([observation], client, Knowledge(SPACE, 2), Key(0)).status == ("diverged",)
+
+
+def test_a_full_span_of_hidden_units_solves_for_no_sentence():
+    # 8 texts have more tokens than the perceptron has outputs, so its gradient shows nothing of their hidden units.
+    model = initialise(small_encoder(vocabulary=WORDS, length=LENGTH, width=32), torch.Generator().manual_seed(0))
+    client, observation = seen(model, texts(8), torch.arange(8) % 2)
+    search = SpanSearch(SpanAttack(), observation, 0, client, Knowledge(SPACE, 2), SPACE, None)
+    hidden = search._hidden()
+    assert hidden is not None
+    assert not hidden.exact
 
 
 def test_a_model_without_known_layers_is_refused_with_a_remedy():

@@ -254,7 +254,9 @@ class SpanSearch:
         if self.units is None or self.units[0] is not gradient:
             tokens = self.seen.examples * self.space.shape[0]
             tolerance = _rounding([gradient], [self.seen.update[name][self.client]], _FINE)
-            self.units = gradient, token_span([gradient], tokens, gradient.dtype, tolerance)
+            units = token_span([gradient], tokens, gradient.dtype, tolerance)
+            # A normalisation behind the layer takes one direction from its errors: all others are a full space.
+            self.units = gradient, replace(units, exact=units.exact and units.rank < len(gradient) - 1)
         return self.units[1]
 
     def _anchors(self, system: TokenCompanions, left: int, found: Sequence[Sentence]) -> list[int]:
