@@ -19,6 +19,13 @@ class OwnClassifier(nn.Module):
         return self.head(self.read(self.table(ids)))
 
 
+class LastWord(OwnClassifier):
+    """Reads one word of each text."""
+
+    def read(self, x: Tensor) -> Tensor:
+        return x[:, -1]
+
+
 class Convolution(OwnClassifier):
     def __init__(self, vocabulary: int, length: int) -> None:
         super().__init__(vocabulary)

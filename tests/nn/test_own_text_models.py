@@ -8,7 +8,7 @@ import gradveil
 from gradveil.core.errors import GradveilError
 from gradveil.nn.models import build
 from gradveil.nn.models.own_text import OwnText, reading_tokens
-from tests.nn.own_text_models import Columns, Convolution, Masked, OwnClassifier, Recurrent, Transformer
+from tests.nn.own_text_models import Columns, Convolution, LastWord, Masked, OwnClassifier, Recurrent, Transformer
 
 WORDS, LENGTH = 60, 8
 FACTS = {"vocabulary": WORDS, "length": LENGTH, "padding": 0}
@@ -78,6 +78,15 @@ def test_a_bag_of_words_identifies_its_sentence_though_no_order_is_known():
     ids, labels = texts(36)
     result = gradveil.audit(OwnClassifier(WORDS), (ids, labels), target_clients=8, attacks=["embedding-rows"])
     assert result.verdicts[0].level == "leaks"
+
+
+def test_one_word_of_each_sentence_that_comes_back_is_a_leak_and_is_counted_in_the_table():
+    torch.manual_seed(0)
+    result = gradveil.audit(LastWord(WORDS), texts(40), target_clients=8, attacks=["embedding-rows"])
+    (verdict,) = result.verdicts
+    assert (verdict.level, verdict.identifiable, verdict.leaked) == ("leaks", 0, "8 of 64 tokens found")
+    assert "It has 8 of 64 tokens found." in verdict.sentence
+    assert "8/64 found" in str(result)
 
 
 def test_adaptive_leaves_out_what_needs_the_inputs_of_attention():
