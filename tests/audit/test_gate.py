@@ -74,6 +74,16 @@ def test_a_count_below_its_baseline_is_not_why_a_setting_leaks() -> None:
     assert clear.leak is None
 
 
+def test_tokens_that_leak_count_as_a_share_of_all_tokens() -> None:
+    parts = [{"criterion": "in place", "noun": "token", "observed": 40, "parts": 200, "expected": 2.0, "p": 1e-4}]
+    (one,) = judged(0.1, row(0, parts=parts), BARE).above
+    assert (one.rate, one.count, one.baseline) == (0.2, "40 of 200 tokens in place", 0.01)
+    assert one.verdict.level == "leaks"
+    assert not judged(0.5, row(0, parts=parts), BARE).above
+    rest = [{**parts[0], "p": 0.5}]
+    assert judged(0.1, row(0, parts=rest), BARE).counted[0].count == "0 of 32 images recovered"
+
+
 def test_the_reason_of_a_broken_defence_is_printed() -> None:
     (note, *_) = findings([row(32).trial]).reasons()
     assert note.startswith("dgp: broken. ig: 32 of 32 images recovered")

@@ -198,3 +198,33 @@ def test_worker_processes_give_the_result_of_one_process(little: Path, capsys: p
                 del timed["seconds"], timed["client_seconds"]
         found.append((rows, {file.name: file.read_bytes() for file in Path(f"sent-{count}").glob("round-*")}))
     assert found[0] == found[1]
+
+
+OWN = """
+from torch import nn
+
+class Mean(nn.Module):
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.table, self.head = nn.Embedding(vocabulary, 4), nn.Linear(4, 2)
+
+    def forward(self, ids):
+        return self.head(self.table(ids).mean(1))
+"""
+
+
+@pytest.mark.parametrize("named", [["--model", "ownwords:Mean"], ["--set", "model.name=ownwords:Mean"]])
+def test_a_model_of_ones_own_takes_no_options_of_the_bundled_one(
+    named: list[str], little: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (little / "ownwords.py").write_text(OWN)
+    monkeypatch.syspath_prepend(little)
+    arguments = ["--rounds", "1", "--defence", "none", "--set", "clients=2", "--threads", "1", "--out", "runs/own"]
+    assert run(["train", "reviews", *named, *arguments]) == 0
+
+
+def test_options_of_the_command_line_are_kept_whatever_their_order() -> None:
+    options = ["model.options.depth=2", 'model.name="small-decoder"']
+    for settings in (options, options[::-1]):
+        assert read_training("reviews", {}, settings).model.options == {"depth": 2}
+    assert read_training("reviews", {}, ['model.name="small-encoder"']).model.options == {"width": 32, "depth": 1}

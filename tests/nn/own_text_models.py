@@ -19,6 +19,13 @@ class OwnClassifier(nn.Module):
         return self.head(self.read(self.table(ids)))
 
 
+class LastWord(OwnClassifier):
+    """Reads one word of each text."""
+
+    def read(self, x: Tensor) -> Tensor:
+        return x[:, -1]
+
+
 class Convolution(OwnClassifier):
     def __init__(self, vocabulary: int, length: int) -> None:
         super().__init__(vocabulary)
@@ -35,6 +42,52 @@ class Recurrent(OwnClassifier):
 
     def read(self, x: Tensor) -> Tensor:
         return self.steps(x)[0][:, -1]
+
+
+class Cells(OwnClassifier):
+    """A recurrence that the user loops over."""
+
+    def __init__(self, vocabulary: int, length: int) -> None:
+        super().__init__(vocabulary)
+        self.cell = nn.LSTMCell(32, 32)
+
+    def read(self, x: Tensor) -> Tensor:
+        state = None
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        assert state is not None
+        return state[0]
+
+
+class Packed(OwnClassifier):
+    """Skips padding by packed sequences."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__(vocabulary)
+        self.steps = nn.GRU(32, 32, batch_first=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        counts = (ids != 0).sum(1).clamp(min=1)
+        pack = nn.utils.rnn.pack_padded_sequence
+        return self.head(self.steps(pack(self.table(ids), counts, batch_first=True, enforce_sorted=False))[1][-1])
+
+
+class Tied(OwnClassifier):
+    """Reads its logits off the word table."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.linear(self.head(self.table(ids).mean(1)).tanh(), self.table.weight[:2, :2])
+
+
+class Normalised(OwnClassifier):
+    """Normalises by the batch, in training mode too."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__(vocabulary)
+        self.norm = nn.BatchNorm1d(32)
+
+    def read(self, x: Tensor) -> Tensor:
+        return self.norm(x.mean(1))
 
 
 class Transformer(OwnClassifier):

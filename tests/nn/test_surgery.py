@@ -1,6 +1,7 @@
 """Surgeries: the same function where they promise it, the given model untouched, and nothing hidden left."""
 
 from copy import deepcopy
+from functools import partial
 from math import prod
 
 import pytest
@@ -255,6 +256,20 @@ def test_recurrent_layers_compute_the_same_step_by_step(kind, first, both_ways):
         torch.testing.assert_close(one, other)
     assert not layer_problems(new)
     assert layer_problems(old)
+
+
+@pytest.mark.parametrize(
+    "kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell, partial(nn.RNNCell, nonlinearity="relu", bias=False)]
+)
+def test_recurrent_cells_compute_the_same(kind):
+    torch.manual_seed(0)
+    old = nn.Sequential(kind(5, 7))
+    new, x = replace_recurrent(old), torch.randn(3, 5)
+    assert [name for name, _ in old.named_parameters()] == [name for name, _ in new.named_parameters()]
+    for one, other in ((old(x), new(x)), (old(x[0]), new(x[0])), (old[0](x, old(x)), new[0](x, old(x)))):
+        torch.testing.assert_close(one, other)
+    assert not layer_problems(new)
+    assert [problem.where for problem in layer_problems(old)] == ["0"]
 
 
 def test_recurrent_layers_that_project_or_drop_out_stay():

@@ -52,3 +52,15 @@ def test_numbers_outside_of_the_vocabulary_are_a_problem():
 def test_record_holds_no_sentence_where_a_run_keeps_scores_only():
     assert SPACE.of_trial(TRUTH, TRUTH, private=False) == {}
     assert SPACE.of_trial(TRUTH, TRUTH, private=True)["sentences"][0]["truth"] == "a b c"
+
+
+def test_tokens_that_a_guess_has_are_no_part_that_comes_back():
+    public = torch.tensor([[1, 3, 4, 2, 0], [1, 3, 4, 2, 0], [1, 3, 5, 2, 0]])
+    truths = torch.tensor([[1, 3, 6, 2, 0], [1, 6, 3, 2, 0]])
+    parts = SPACE.shared_parts(truths, truths, public)
+    assert {shared.noun for shared in parts.values()} == {"unguessed token"}
+    assert parts["in place"].counts.tolist() == [[1, 0], [0, 2]]  # a guess has the first 3 in its place
+    assert parts["in place"].sizes.tolist() == [1, 2]
+    assert parts["found"].counts.tolist() == [[1, 1], [1, 1]]
+    assert parts["found"].sizes.tolist() == [1, 1]
+    assert SPACE.shared_parts(truths, truths, None)["found"].sizes.tolist() == [2, 2]

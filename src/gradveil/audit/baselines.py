@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradveil.audit.result_rows import Row
+from gradveil.core.formatting import plural
 from gradveil.core.noise import Key
 from gradveil.core.space import Space
 from gradveil.core.streams import Stream
@@ -369,6 +370,13 @@ class Test:
     adjusted: float
     """The p-value after Holm's correction for all attackers and criteria of the verdict."""
     noun: str = "image"
+    of_parts: bool = False
+    """Whether parts of examples were counted, such as tokens of texts."""
+
+    @property
+    def count(self) -> str:
+        """What was hit, in words: of parts with what they are called."""
+        return f"{self.observed} of {plural(self.images, self.noun) if self.of_parts else self.images} {self.criterion}"
 
     @property
     def hits_half(self) -> bool:
@@ -383,7 +391,8 @@ class Test:
     def plain(self) -> dict[str, Any]:
         """Return it as one plain object, its p-value corrected for all attackers and criteria."""
         counts = {"criterion": self.criterion, "observed": self.observed, "images": self.images}
-        return counts | {"baseline": self.baseline, "p": self.adjusted}
+        parts = {"parts": self.noun} if self.of_parts else {}
+        return counts | parts | {"baseline": self.baseline, "p": self.adjusted}
 
     @property
     def leaks(self) -> bool:
@@ -393,7 +402,9 @@ class Test:
 
 def tests_by_trial(rows: Sequence[Row]) -> list[tuple[Test, ...]]:
     """Test each trial by each criterion that it has, corrected for all of them (Holm)."""
-    found = [[test for name in CRITERIA if (test := _test(row, name)) is not None] for row in rows]
+    found = [
+        [*(test for name in CRITERIA if (test := _test(row, name)) is not None), *_tests_of_parts(row)] for row in rows
+    ]
     adjusted = iter(holm([test.p for tests in found for test in tests]))
     return [tuple(replace(test, adjusted=next(adjusted)) for test in tests) for tests in found]
 
@@ -436,6 +447,14 @@ def _test(row: Row, name: str) -> Test | None:
     expected = sum(count * share for count, share in enumerate(masses[0]))
     p = max(upper_tail(mass, observed) for mass in masses)
     return Test(row.attack, row.number, name, observed, len(images), expected, p, p, row.words.noun)
+
+
+def _tests_of_parts(row: Row) -> Iterator[Test]:
+    """Yield the tests of parts of examples that the trial's record holds."""
+    for each in row.info.get("parts") or ():
+        shares = each["observed"], each["parts"], each["expected"], each["p"], each["p"]
+        if each["parts"]:
+            yield Test(row.attack, row.number, each["criterion"], *shares, each["noun"], of_parts=True)
 
 
 class _ScoredImage(NamedTuple):

@@ -233,6 +233,12 @@ def _unseen(entry: Verdict | Gap) -> str:
     return f"{entry.leaked}; guessing is expected to reach {leak.expected:.2g}."
 
 
+def _other_count(entry: Verdict | Gap) -> str:
+    """Write the count that leaks, where that is not the headline: for a column of its own."""
+    leak = entry.leak if isinstance(entry, Verdict) and _unseen(entry) else None
+    return f"{leak.observed}/{leak.images} {leak.criterion}" if leak else ""
+
+
 def _gap(setting: TrialSetting, defence: str, group: Sequence[Row]) -> Gap:
     failed = dict.fromkeys(f"{row.attack} failed: {row.trial.failed}." for row in group if row.trial.broken)
     blind = dict.fromkeys(f"{row.trial.unscored}." for row in group if row.trial.failed is None and row.trial.unscored)
@@ -298,23 +304,10 @@ def _baselines(verdict: Verdict) -> dict[str, float]:
 
 
 def _plain_gap(gap: Gap) -> dict[str, Any]:
-    none = (
-        "seed",
-        "recovered",
-        "identified",
-        "identifiable",
-        *_TRAINED_ON,
-        "images",
-        "ci",
-        "baseline",
-        "baselines",
-        "leak",
-        "risk",
-        "attack",
-        "attacker",
-    )
+    counts = ("seed", "recovered", "identified", "identifiable", *_TRAINED_ON, "images", "ci", "baseline", "baselines")
+    none = (*counts, "leak", "risk", "attack", "attacker", "attack_check", "budget_share")
     told = {"defence": gap.defence, "verdict": gap.level, "reasons": list(gap.reasons)}
-    return {**_where(gap.setting), **dict.fromkeys((*none, "attack_check", "budget_share")), **told}
+    return {**_where(gap.setting), **dict.fromkeys(none), **told}
 
 
 def _trained_on(row: Row) -> dict[str, int | None]:
@@ -376,7 +369,7 @@ _STYLES: Mapping[Level, str] = {
 
 NARROW, WIDE = 90, 116
 """Widths in characters: below the first, the table has no baseline and no bytes; from the second, room for the risk."""
-_NUMBERS = ("identifiable", "95% CI", "baseline", "risk over baseline")
+_NUMBERS = ("identifiable", "95% CI", "baseline", "leak", "risk over baseline")
 
 
 MORE = "Definitions and reasons: --explain. Every trial: --all."
@@ -427,7 +420,9 @@ def verdict_table(found: Findings, *, risk: bool = False, narrow: bool = False) 
     trained = any(each.setting.trained is not None for each in rows)
     accuracies = {id(verdict): _accuracy(found, verdict) for verdict in found.verdicts}
     accuracy = any(accuracies.values())
+    leaked = any(map(_other_count, rows))
     left_out = {*(["baseline"] if narrow else []), *([] if risk else ["risk over baseline"])}
+    left_out |= set() if leaked else {"leak"}
     shown = [title for title in _NUMBERS if title not in left_out]
     last = [*(["accuracy"] if accuracy else []), *([] if narrow else ["bytes"])]
     names = short_names(row.attack for row in found.rows)
@@ -436,7 +431,7 @@ def verdict_table(found: Findings, *, risk: bool = False, narrow: bool = False) 
         table.add_column(title, overflow="fold")
     table.add_column("verdict", no_wrap=True)
     for title in shown:
-        table.add_column(title, justify="right", no_wrap=True)
+        table.add_column(title, justify="right", no_wrap=title != "leak")
     table.add_column("strongest attack", overflow="fold")
     for title in last:
         table.add_column(title, justify="right", no_wrap=True)
@@ -463,13 +458,14 @@ def _accuracy(found: Findings, verdict: Verdict) -> str:
     return cost.accuracy.words() if cost else ""
 
 
-def headline(verdict: Verdict) -> tuple[str, str, str, str]:
-    """Write the numbers of a verdict: identifiable images, interval, baseline, risk."""
+def headline(verdict: Verdict) -> tuple[str, str, str, str, str]:
+    """Write the numbers of a verdict: identifiable images, interval, baseline, the count that leaks, risk."""
     risk = verdict.risk
     return (
         f"{verdict.identifiable}/{verdict.images} {percent(verdict.rate):>5}",
         interval(*verdict.interval),
         percent(verdict.baseline),
+        _other_count(verdict) or DASH,
         f"{percent(risk.value)} ({interval(risk.low, risk.high)})",
     )
 

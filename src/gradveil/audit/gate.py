@@ -46,16 +46,28 @@ class CountedSetting:
     """The images that count."""
     criterion: str = "recovered"
     """How they were hit: recovered; or by another criterion, where that is a leak and hits more."""
+    parts: Test | None = None
+    """The test of parts of examples, such as tokens, that counts instead: where a larger share of them leaks."""
+
+    @property
+    def of(self) -> int:
+        """The number of images, or of parts."""
+        return self.parts.images if self.parts else self.row.images
+
+    @property
+    def count(self) -> str:
+        """What was hit, in words."""
+        return self.parts.count if self.parts else f"{self.hits} of {self.row.counted(self.of)} {self.criterion}"
 
     @property
     def rate(self) -> float:
         """The share of images hit."""
-        return self.hits / self.row.images
+        return self.hits / self.of
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Wilson's 95% interval of the rate."""
-        return wilson(self.hits, self.row.images)
+        """Wilson's 95% interval of the rate; parts of an example are hit together, and count as one image."""
+        return wilson(math.ceil(self.rate * self.row.images - 1e-9), self.row.images)
 
     @property
     def upper(self) -> float:
@@ -73,6 +85,8 @@ class CountedSetting:
     @property
     def baseline(self) -> float | None:
         """The share of images that the best guess is expected to hit; None where that is not known."""
+        if self.parts:
+            return self.parts.baseline
         expected = expected_of(self.row, self.criterion)
         return None if expected is None else expected / self.row.images
 
@@ -127,7 +141,8 @@ class Gate:
 def gate(run: Run, limit: float, accepted: Sequence[Accepted] = ()) -> Gate:
     """Hold a run against a limit on the share of images that an attacker recovers.
 
-    Recovered images count, identifiable or not: the larger number is the cautious one. The undefended client, and the
+    Recovered images count, identifiable or not: the larger number is the cautious one. Where another share leaks, of
+    identified images or of tokens of texts, and is larger, it counts. The undefended client, and the
     control, count only where nothing else was attacked; recorded updates always do. Attacks that know client secrets
     never count.
     """
@@ -143,7 +158,7 @@ def gate(run: Run, limit: float, accepted: Sequence[Accepted] = ()) -> Gate:
         *(_about(row, failure(row)) for row in found.broken if (row.setting, row.defence) not in named),
         *(_about(gap, _no_score(gap)) for gap in gaps),
         *(_about(each, _undecided(each)) for each in verdicts if _is_open(each, accepted)),
-        *(_about(one.row, _too_few(one, limit)) for one in below if limit < _reach(one.hits, one.row, accepted)),
+        *(_about(one.row, _too_few(one, limit)) for one in below if limit < _reach(one.rate, one.row, accepted)),
         *(_about(one.row, _few_clients(one)) for one in below if _of_few_clients(one.row, accepted)),
         *(_about(one.row, line) for one in counted for line in _diverged(one.verdict, limit, accepted)),
     ]
@@ -189,8 +204,11 @@ def _most(verdict: Verdict) -> CountedSetting:
 
 def _counted(verdict: Verdict, row: Row) -> CountedSetting:
     """Count the images of a trial that were recovered, or hit by another criterion where that beats its baseline."""
-    leaked = [(t.observed, t.criterion) for t in verdict.tests if t.leaks and t.number == row.number]
-    return CountedSetting(verdict, row, *max([(row.recovered, "recovered"), *leaked], key=lambda hit: hit[0]))
+    hits = [CountedSetting(verdict, row, row.recovered)]
+    for test in verdict.tests:
+        if test.leaks and test.number == row.number:
+            hits.append(CountedSetting(verdict, row, test.observed, test.criterion, test if test.of_parts else None))
+    return max(hits, key=lambda hit: hit.rate)
 
 
 def _lost(row: Row) -> int:
@@ -203,14 +221,14 @@ def _lost(row: Row) -> int:
     )
 
 
-def _reach(hits: int, row: Row, accepted: Sequence[Accepted]) -> float:
+def _reach(rate: float, row: Row, accepted: Sequence[Accepted]) -> float:
     """Compute how high a rate may be: the upper end of its interval, or itself where that is accepted.
 
     Exact copies of an image count as one: what recovers one of them recovers all.
     """
     if Accepted.FEW_IMAGES in accepted:
-        return hits / row.images
-    return wilson(math.ceil(hits * row.distinct / row.images), row.distinct)[1]
+        return rate
+    return wilson(math.ceil(rate * row.distinct - 1e-9), row.distinct)[1]
 
 
 def _of_few_clients(row: Row, accepted: Sequence[Accepted]) -> bool:
@@ -280,16 +298,15 @@ def _too_few(one: CountedSetting, limit: float) -> str:
     enough = "No number of images shows a rate of 0."
     if needed is not None:
         enough = f"With none recovered, {needed} images show {percent(limit)}: --target-clients {needed}."
-    count = f"{one.hits} of {one.row.counted(one.row.images)} {one.criterion}"
-    return f"{called(one.row)}: {count}, and the 95% interval reaches {percent(one.upper)}. {enough}"
+    return f"{called(one.row)}: {one.count}, and the 95% interval reaches {percent(one.upper)}. {enough}"
 
 
 def _diverged(verdict: Verdict, limit: float, accepted: Sequence[Accepted]) -> Iterator[str]:
     """Take what diverged for recovered: a run that broke shows no protection."""
     for row in verdict.judged if verdict.best.attacker != "informed" else ():
-        hits, lost = _counted(verdict, row).hits, _lost(row)
-        worst = _reach(hits + lost, row, accepted)
-        if lost and _reach(hits, row, accepted) <= limit < worst:
+        rate, lost = _counted(verdict, row).rate, _lost(row)
+        worst = _reach(min(1.0, rate + lost / row.images), row, accepted)
+        if lost and _reach(rate, row, accepted) <= limit < worst:
             count = row.statuses["diverged"]
             yield (
                 f"{called(row)}: {count} of {plural(len(row.trial.records), 'target')} ended in divergence, and had "

@@ -231,12 +231,21 @@ def _assemble(
     kind: type[Config], raw: Mapping[str, Any], settings: Sequence[str], file: Mapping[str, Any] | None = None
 ) -> Config:
     """Set keys and check the whole; `file` is the run file without the options."""
-    whole = copy.deepcopy(dict(raw))
+    whole = _without_old_model(copy.deepcopy(dict(raw)), settings)
     for setting in settings:
         _set(whole, setting)
     if isinstance(texts := whole.get("defences"), list) and all(isinstance(text, str) for text in texts):
         whole["defences"] = spelled_out(texts)
     return _resolve(kind, whole if file is None else _still_aimed(whole, file), names=True)
+
+
+def _without_old_model(whole: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """Leave out the options and weights of the file's model where settings name another: they are of that model."""
+    model, pairs = whole.get("model"), (setting.partition("=") for setting in settings)
+    names = [text.strip().strip("\"'") for key, _, text in pairs if key.strip() == "model.name"]
+    if isinstance(model, dict) and names and names[-1] not in ("", model.get("name")):
+        whole["model"] = {key: value for key, value in model.items() if key not in ("options", "weights")}
+    return whole
 
 
 def resolve(raw: Mapping[str, Any], names: bool = True) -> RunConfig:

@@ -32,6 +32,7 @@ from gradveil.metrics import (
     permute,
     scored,
 )
+from gradveil.metrics.part_leak import part_leak
 
 GALLERY = 2048
 """Private images of no target client that join the gallery, at most."""
@@ -42,6 +43,8 @@ SHOWN = 64
 """Reconstructions of a trial whose nearest images are kept with the pictures, at most."""
 NEIGHBOURS = 3
 """Images kept as the nearest to a reconstruction."""
+COMPARED = 1000
+"""Private examples of no target client that answers are compared with, part by part, at most."""
 
 
 @dataclass(frozen=True)
@@ -348,6 +351,7 @@ def score(experiment: Experiment, trial: TrialAddress, found: Recovered, named: 
     info["recovery_bounds"] = recovery_bounds(experiment, trial, found.facts.get("mechanisms", ()), records)
     info["best_guesses"] = best_guesses(experiment.guessing, experiment, places)
     info["metrics"] = [name for name in experiment.config.metrics if name in scores]
+    info["parts"] = _parts(experiment, candidate, places)
     certainty = permute(found.tensors["certainty"], order) if "certainty" in found.tensors else None
     info |= experiment.space.of_trial(matched, truth, experiment.config.images, certainty)
     info["trace"] = _trace(experiment, found, truth)
@@ -360,6 +364,23 @@ def score(experiment: Experiment, trial: TrialAddress, found: Recovered, named: 
             kept["nearest"] = _neighbours(experiment, matched)
         kept = {name: placed(value, "cpu", torch.float32).contiguous() for name, value in kept.items()}
     return Trial(info, records, None, kept)
+
+
+def _parts(experiment: Experiment, candidates: Tensor, places: Tensor) -> list[dict[str, Any]]:
+    """Test the parts of the target examples that came back, tokens of texts, against others of their classes."""
+    key = Key(0, (Stream.CONTROL, Stream.ORDER))
+    own, inside = places.flatten().unique(return_inverse=True)
+    others = torch.ones(len(experiment.private), dtype=torch.bool).index_fill(0, own, False).nonzero().flatten()
+    others = others[torch.randperm(len(others), generator=key.generator())[:COMPARED]]
+    chosen = experiment.private.subset(torch.cat([own, others]))
+    public = None if experiment.guessing is None else experiment.guessing.public.views
+    tests = experiment.space.shared_parts(candidates.flatten(0, 1), chosen.views, public)
+    found = list[dict[str, Any]]()
+    for name, (noun, counts, sizes) in tests.items():
+        shared = counts.view(*places.shape, -1)
+        test = part_leak(shared, sizes, inside.view(places.shape), chosen.targets, key.generator())
+        found.append({"criterion": name, "noun": noun, **test._asdict()})
+    return found
 
 
 def _neighbours(experiment: Experiment, matched: Tensor) -> Tensor:

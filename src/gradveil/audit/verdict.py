@@ -74,7 +74,10 @@ LEVELS: dict[Level, tuple[str, str]] = {
         "Broken",
         "the update leaks, and at least half of the examples are identifiable, or recovered where that is the leak",
     ),
-    "leaks": ("Leaks", "an attacker recovers or identifies more examples than guessing explains"),
+    "leaks": (
+        "Leaks",
+        "an attacker recovers or identifies more examples than guessing explains, or more tokens of texts",
+    ),
     "not broken": (
         "Not broken",
         "no leak was found by an adaptive attack that passed the attack check, on at least 8 examples",
@@ -193,9 +196,7 @@ class Verdict:
     def leaked(self) -> str:
         """The count that made it a leak, where that is another number than the headline's; otherwise empty."""
         test = self.leak
-        if test is None or test.observed == self.identifiable:
-            return ""
-        return f"{test.observed} of {test.images} {test.criterion}"
+        return "" if test is None or (test.observed == self.identifiable and not test.of_parts) else test.count
 
     @property
     def doubts(self) -> tuple[str, ...]:
@@ -288,7 +289,7 @@ def _judge(setting: TrialSetting, defence: str, here: Sequence[Row]) -> Verdict:
         baseline=baseline(best),
         risk=risk_of(best),
         health=examine(best, here),
-        sentence=_sentence(best, judged, len(strongest)),
+        sentence=_sentence(best, judged, len(strongest), found.get(id(best), ())),
         notes=tuple(_notes(best, mine, strongest)),
         warning=unknown_to_all(mine),
         union=_union([row for row in judged if row.seed == best.seed]),
@@ -381,7 +382,7 @@ def _words(test: Test) -> str:
     return f"{test.attack}: {hit}; {chance}."
 
 
-def _sentence(best: Row, judged: Sequence[Row], seeds: int) -> str:
+def _sentence(best: Row, judged: Sequence[Row], seeds: int, tests: Sequence[Test]) -> str:
     who = {
         "undefended": "An attacker recovers",
         "naive": "An attacker who ignores this defence recovers",
@@ -395,6 +396,8 @@ def _sentence(best: Row, judged: Sequence[Row], seeds: int) -> str:
     rate = f"{percent(best.identifiable / best.images)}, 95% CI {interval(*interval_of(best, judged))}"
     count = f"{best.recovered} of {best.counted(best.images)}{worst}"
     more = f" It identifies {best.identified} of {best.images}." if best.identified > best.identifiable else ""
+    parts = [test.count for test in tests if test.of_parts and test.leaks and 2 * best.identifiable < best.images]
+    more += f" It has {listing(parts)}." if parts else ""
     return f"{who} {count}, {best.identifiable} of them identifiable ({rate}).{more}"
 
 

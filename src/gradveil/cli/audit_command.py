@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -25,6 +24,7 @@ from gradveil.cli.shared_options import (
     Place,
     SarifOption,
     completed,
+    named_settings,
     own_code,
 )
 
@@ -33,8 +33,8 @@ _HELP = {
     "without --observed or --model and --data. It may name modules (pkg.module:name), which are imported.",
     "observed": "Attack recorded updates (of gradveil train --record, a Recorder, the Flower mod) instead of simulated "
     "ones: the attacks assume this model, client and defences; missing settings come from the records.",
-    "model": "Model, instead of the file's: of gradveil list models, hf:NAME, timm:NAME, torchvision:NAME, or "
-    "pkg.module:factory.",
+    "model": "Model, instead of the file's and its options: of gradveil list models, hf:NAME, timm:NAME, "
+    "torchvision:NAME, or pkg.module:factory.",
     "dataset": "Data, instead of the file's: of gradveil list data, FILE.csv, texts:FILE.csv, folder:PATH, "
     "parquet:PATH or hf:NAME.",
     "prepare": "Replace in a copy what cannot be attacked: BatchNorm, hidden dropout, in-place operations.",
@@ -112,8 +112,7 @@ def audit(
     overrides: dict[str, Any] = {"target_clients": target_clients, "device": device, **lists}
     overrides |= {"iterations": iterations, "restarts": restarts, "budget": budget}
     named = {"observed.folder": None if observed is None else str(observed), "model.name": model, "data.name": data}
-    settings = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in named.items() if value is not None]
-    settings += [*(["model.prepare=true"] if prepare else []), *(setting or [])]
+    settings = [*named_settings(named, prepare), *(setting or [])]
     switched = {key: False for key, off in (("images", no_images), ("control", no_control)) if off}
     config = audit_steps.read_config(name, observed, overrides | switched, settings, trained)
     if config.observed is not None:

@@ -48,13 +48,10 @@ def show_gate(outcome: Gate, page: Path) -> None:
         )
     if outcome.passed:
         top = max(outcome.counted, key=lambda setting: setting.upper)
-        count = (
-            f"{top.hits} of {top.row.counted(top.row.images)} {top.criterion}, 95% interval up to {percent(top.upper)}"
-        )
         console.print(
             f"{limit}: passed. Of {plural(len(outcome.counted), 'setting')} the least certain is", soft_wrap=True
         )
-        console.print(f"  {called(top.row)}: {count}.", soft_wrap=True)
+        console.print(f"  {called(top.row)}: {top.count}, 95% interval up to {percent(top.upper)}.", soft_wrap=True)
     if (needed := images_needed(outcome.limit)) and not outcome.above:
         console.print(
             f"To show {percent(outcome.limit)} takes {plural(needed, 'image')} per setting with none recovered.",
@@ -83,7 +80,7 @@ def above_table(above: Sequence[CountedSetting]) -> Table:
         row = each.row
         where = [str(row.seed), row.setting.client] if settings else []
         where += [str(row.setting.trained)] if trained else []
-        count = f"{each.hits}/{row.images} {percent(each.rate)} {each.criterion}"
+        count = f"{each.hits}/{each.of} {percent(each.rate)} {each.criterion}"
         ends = interval(*each.ends)
         label = LEVELS[each.verdict.level][0].upper()
         guess = DASH if each.baseline is None else f"{percent(each.baseline)} {each.criterion}"

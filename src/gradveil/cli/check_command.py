@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradveil.cli.shared_options import completed, own_code
+from gradveil.cli.shared_options import completed, named_settings, own_code
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.formatting import listing, plural
 
@@ -95,8 +95,7 @@ def check(
         "client.batch": batch,
     }
     flags |= {"defences": defence or None}
-    settings = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in flags.items() if value is not None]
-    settings += [*(["model.prepare=true"] if prepare else []), *(setting or [])]
+    settings = [*named_settings(flags, prepare), *(setting or [])]
     config = _alone(flags, settings) if run is None else read(run, {}, settings)
     with redirect_stdout(sys.stderr):  # Output of a user's model must not mix with the result.
         experiment = open_experiment(config, data_dir, checked=False)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -70,6 +71,16 @@ def _reason(problem: Problem, base: Path) -> str:
     """Shorten a problem with a run's directory to what differs there, or in the trainings in it."""
     part, _, difference = problem.where.removeprefix(str(base)).partition(", ")
     return ": ".join(filter(None, (part.strip("/"), difference or problem.what)))
+
+
+def named_settings(given: Mapping[str, object], prepare: bool) -> list[str]:
+    """Write options that name settings of a run file as --set takes them.
+
+    >>> named_settings({"model.name": "lenet-zhu", "data.name": None}, prepare=True)
+    ['model.name="lenet-zhu"', 'model.prepare=true']
+    """
+    settings = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items() if value is not None]
+    return [*settings, *(["model.prepare=true"] if prepare else [])]
 
 
 def own_code() -> None:

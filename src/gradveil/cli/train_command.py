@@ -18,6 +18,7 @@ from gradveil.cli.shared_options import (
     Place,
     again,
     completed,
+    named_settings,
     own_code,
     run_directory,
 )
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 
 _HELP = {
     "run": "A run file (TOML), or the name of a bundled training: digits.",
+    "model": "Model, instead of the file's and its options: of gradveil list models, hf:NAME, timm:NAME, "
+    "torchvision:NAME, or pkg.module:factory.",
+    "dataset": "Data, instead of the file's: of gradveil list data, FILE.csv, texts:FILE.csv, folder:PATH, "
+    "parquet:PATH or hf:NAME.",
+    "prepare": "Replace in a copy what per-client gradients do not know: BatchNorm, hidden dropout, in-place changes.",
     "rounds": "Number of rounds. A higher number continues a finished training.",
     "out": "The run directory. Default: runs/NAME, or runs/NAME-2 and so on for other settings.",
     "set": "Any setting of the run file: --set clients=20 --set partition.kind=column; KEY= leaves it out. Repeatable.",
@@ -46,6 +52,13 @@ _HELP = {
 
 def train(
     name: Annotated[str, typer.Argument(metavar="RUN", help=_HELP["run"], autocompletion=completed("runs"))],
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help=_HELP["model"], autocompletion=completed("models"))
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="NAME", help=_HELP["dataset"], autocompletion=completed("data"))
+    ] = None,
+    prepare: Annotated[bool, typer.Option("--prepare", help=_HELP["prepare"])] = False,
     rounds: Annotated[int | None, typer.Option(min=1, help=_HELP["rounds"])] = None,
     defence: DefenceOption = None,
     seed: Annotated[list[int] | None, typer.Option(help="Seed, instead of the file's. Repeatable.")] = None,
@@ -83,7 +96,8 @@ def train(
 
     own_code()
     overrides: dict[str, Any] = {"rounds": rounds, "device": device, "defences": defence or None, "seeds": seed or None}
-    config = read_training(name, overrides, setting or ())
+    settings = [*named_settings({"model.name": model, "data.name": data}, prepare), *(setting or ())]
+    config = read_training(name, overrides, settings)
     place = Place(engine, address, config.device)
     place.check(workers, record is not None)
     count = workers or (min(cores(), len(trials(config))) if config.device == "cpu" and threads is None else 1)

@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -56,6 +56,17 @@ class ExampleWords:
     def record(self) -> dict[str, str]:
         """Return what a trial's record says of them: nothing of images, of which older records know no other kind."""
         return {} if self == ExampleWords() else asdict(self)
+
+
+class SharedParts(NamedTuple):
+    """The parts that candidates and truths have in common."""
+
+    noun: str
+    """What one of them is called."""
+    counts: Tensor
+    """[A, N] those of truth n that candidate a holds."""
+    sizes: Tensor
+    """[N] those of truth n."""
 
 
 class Space(ABC):
@@ -137,6 +148,13 @@ class Space(ABC):
 
         `certainty` is the `agreement` of the restarts that the attack pooled.
         Private examples themselves are only in it if `private` allows it.
+        """
+        return {}
+
+    def shared_parts(self, candidates: Tensor, truths: Tensor, public: Tensor | None) -> Mapping[str, SharedParts]:
+        """Count the parts of truths [N, ...] that candidates [A, ...] hold, by how they hold them; empty if undefined.
+
+        Parts that guesses from public views hold as well are left out.
         """
         return {}
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradveil.core.errors import FOREIGN, Problem, fail, refuse
+from gradveil.core.errors import FOREIGN, GradveilError, Problem, fail, refuse
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Loss
 from gradveil.nn.formulas import (
@@ -34,7 +34,7 @@ from gradveil.nn.initial_weights import drawing_from
 from gradveil.nn.model_outputs import returning_logits
 from gradveil.nn.module_paths import at, last_layer, put
 from gradveil.nn.normalisation import BatchStatistics, FrozenNorm, InstanceNorm, LayerNorm, group_norm
-from gradveil.nn.recurrence import Recurrence
+from gradveil.nn.recurrence import Recurrence, RecurrentCell
 from gradveil.nn.stochastic_layers import Dropout
 
 TOLERANCE_DOUBLE, TOLERANCE = 1e-5, 5e-2
@@ -79,6 +79,8 @@ class Comparison:
                 continue
             try:
                 new = self._answers(after, double)
+            except GradveilError:  # the replacement itself says what it does not take
+                raise
             except FOREIGN as error:
                 return f"the forward pass fails: {type(error).__name__}: {error}"
             limit = TOLERANCE_DOUBLE if double else TOLERANCE
@@ -170,6 +172,8 @@ INSTANCENORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 """Types of InstanceNorm whose formula is known."""
 RECURRENT = (nn.RNN, nn.LSTM, nn.GRU)
 """Types of recurrent layers whose formula is known."""
+CELLS = (nn.RNNCell, nn.LSTMCell, nn.GRUCell)
+"""Types of single steps of recurrent layers."""
 BATCHNORM_WAYS = ("group", "frozen", "batch_statistics")
 """Replacements of BatchNorm: group normalisation, its frozen statistics, or the batch's statistics."""
 
@@ -292,10 +296,14 @@ def replace_layernorm(model: nn.Module) -> nn.Module:
 def replace_recurrent(model: nn.Module) -> nn.Module:
     """Replace `nn.RNN`, `nn.LSTM` and `nn.GRU` by loops over their steps, which torch can batch over target clients.
 
+    `nn.RNNCell`, `nn.LSTMCell` and `nn.GRUCell`, the steps themselves, are computed by their formulas.
+
     Those that drop out between layers, or project their outputs, stay; `check` reports them.
     """
 
     def new(old: nn.Module) -> nn.Module | None:
+        if isinstance(old, nn.RNNCellBase) and replaceable(old, CELLS):
+            return RecurrentCell(old)
         if not isinstance(old, nn.RNNBase) or not replaceable(old, RECURRENT):
             return None
         return None if (old.dropout and old.training) or old.proj_size else Recurrence(old)

@@ -61,7 +61,7 @@ def _verdicts(found: Findings) -> str:
         if isinstance(each, Gap):
             rows.append((each.defence, label, *[DASH] * 5))
             continue
-        rate, ends, guess, _ = headline(each)
+        rate, ends, guess, *_ = headline(each)
         rows.append((each.defence, label, rate, ends, guess, strongest(each, names), size(each.price.sent)))
     head = "".join(f"<th>{title}</th>" for title in _TITLES)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)

@@ -96,9 +96,8 @@ def _against(gate: Gate, each: Verdict | Gap) -> tuple[Status, tuple[str, ...]]:
 
 
 def _above(one: CountedSetting, limit: float) -> str:
-    count = f"{one.hits} of {one.row.counted(one.row.images)} {one.criterion}"
     rate = f"{percent(one.rate)}, 95% CI {interval(*one.ends)}"
-    return f"{called(one.row)}: {count} ({rate}); the limit is {percent(limit)}."
+    return f"{called(one.row)}: {one.count} ({rate}); the limit is {percent(limit)}."
 
 
 def _without_limit(each: Verdict | Gap, found: Findings, beside: bool) -> tuple[Status, tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from gradveil.core.errors import Problem, refuse
-from gradveil.core.space import ExampleWords, Space
+from gradveil.core.space import ExampleWords, SharedParts, Space
 from gradveil.metrics.text_similarity import disclosed, rouge_l, rouge_n
 from gradveil.spaces.likeliest_text import likeliest_text
 
@@ -101,6 +102,38 @@ class TextSpace(Space):
             return {}
         pairs = zip(candidates.flatten(0, 1)[:_SHOWN].long(), truths.flatten(0, 1)[:_SHOWN].long(), strict=True)
         return {"sentences": [{"truth": self.text(t), "reconstruction": self.text(c)} for c, t in pairs]}
+
+    def shared_parts(self, candidates: Tensor, truths: Tensor, public: Tensor | None) -> Mapping[str, SharedParts]:
+        """Count the tokens in place, and those found anywhere, that two guesses from public texts lack.
+
+        The guesses are the most frequent token of each place, and the likeliest text of the same length.
+        """
+        those, these = [self.tokens(x) for x in self.view(candidates)], [self.tokens(x) for x in truths]
+        guesses = {len(text): self._usual(public, len(text)) for text in these}
+        noun = "token" if public is None else "unguessed token"
+        placed = [
+            {spot for spot in enumerate(text) if not any(spot in enumerate(usual) for usual in guesses[len(text)])}
+            for text in these
+        ]
+        bags = [Counter(text) for text in these]
+        for bag, text in zip(bags, these, strict=True):
+            for token in {token for usual in guesses[len(text)] for token in usual}:
+                del bag[token]
+        answers = [set(enumerate(text)) for text in those], [Counter(text) for text in those]
+        in_place = torch.tensor([[len(one & other) for other in placed] for one in answers[0]])
+        found = torch.tensor([[(one & other).total() for other in bags] for one in answers[1]])
+        return {
+            "in place": SharedParts(noun, in_place, torch.tensor([len(one) for one in placed])),
+            "found": SharedParts(noun, found, torch.tensor([bag.total() for bag in bags])),
+        }
+
+    def _usual(self, public: Tensor | None, length: int) -> list[list[int]]:
+        """Return the tokens of the guesses at a text of so many tokens."""
+        if public is None or not len(public):
+            return []
+        marks = sum(special is not None for special in (self.start, self.end))
+        likeliest = likeliest_text(public.long(), length + marks, self.padding, self.end)
+        return [self.tokens(self.average(public)), self.tokens(likeliest)]
 
     def bounds(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the smallest and largest token number."""

@@ -72,6 +72,8 @@ def token_targets(seen: Observation, client: Client, knowledge: Knowledge, input
         return zeros
     with torch.no_grad():
         outputs = torch.stack([call_on(model, {**seen.params, **client.objective.buffers()}, x) for x in inputs])
+    if bias.shape[-1] != outputs.shape[-1]:  # the last layer does not give the outputs: a tied table does
+        return zeros
     counts = examples * (outputs.softmax(-1).mean(1) - bias)
     for row, wanted in zip(zeros, counts, strict=True):
         for place in range(examples):

@@ -68,7 +68,8 @@ class Inverted:
     def verdict(self) -> str:
         """Whether the images are recovered, in a few words; without a truth nobody knows."""
         if self.texts and "tokens" in self.metrics:
-            shares = (f"{share} {self.metrics[share]:.0%}" for share in ("tokens", "exact"))
+            named = {"tokens in place": "tokens", "found anywhere": "recall", "exact": "exact"}
+            shares = (f"{name} {self.metrics[share]:.0%}" for name, share in named.items() if share in self.metrics)
             passed = self.metrics["tokens"] >= TextSpace.threshold
             return f"{'' if passed else 'not '}recovered, {', '.join(shares)}"
         if self.rows and "cells" in self.metrics:

@@ -13,6 +13,7 @@ from gradveil.core.types import Batch
 from gradveil.nn.formulas import by_formula
 from gradveil.nn.surgery import (
     BATCHNORMS,
+    CELLS,
     DROPOUTS,
     INSTANCENORMS,
     RECURRENT,
@@ -153,7 +154,7 @@ def layer_problems(model: nn.Module) -> list[Problem]:
     for path, module in model.named_modules():
         problems += [
             Problem(path or "model", what, remedy)
-            for what, remedy in (_randomness(module), _norm(module), _inplace(module), _recurrent(module))
+            for what, remedy in (check(module) for check in (_randomness, _norm, _inplace, _recurrent, _shortened))
             if what
         ]
     return problems + _parameter_problems(model)
@@ -218,9 +219,19 @@ def _recurrent(module: nn.Module) -> tuple[str, str]:
     if not isinstance(module, _RECURRENT):
         return "", ""
     what = f"{type(module).__name__} is recurrent, and torch cannot batch its derivatives over target clients"
-    if isinstance(module, nn.RNNBase) and replaceable(module, RECURRENT) and not module.proj_size:
+    whole = isinstance(module, nn.RNNBase) and replaceable(module, RECURRENT) and not module.proj_size
+    if whole or replaceable(module, CELLS):
         return what, f"compute its steps one by one: {SURGERY}.replace_recurrent(model)"
     return what, "audit a model without recurrent layers, or write the recurrence with nn.Linear"
+
+
+def _shortened(module: nn.Module) -> tuple[str, str]:
+    if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or module.max_norm is None:
+        return "", ""
+    kind, norm, limit = type(module).__name__, module.norm_type, module.max_norm
+    what = f"{kind}(max_norm={limit:g}) shortens rows of its table in place in every forward pass, unlike a gradient"
+    rows = f"module.weight.data.renorm_({norm:g}, 0, {limit:g})"
+    return what, f"shorten them once, {rows}, and set module.max_norm = None; the gradient stays the same"
 
 
 def _parameter_problems(model: nn.Module) -> list[Problem]:

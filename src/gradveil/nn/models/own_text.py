@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import torch
 from torch import Tensor, nn
 
 from gradveil.core.errors import FOREIGN, fail
 from gradveil.nn.models.hugging_face_text import INNER, HuggingFaceText, reads_tokens
-from gradveil.nn.surgery import replace_layernorm
+from gradveil.nn.surgery import BatchNorm, replace_layernorm
 from gradveil.nn.token_layout import TokenLayout, TokenModel
 
 WRAPPED = "attention computed eagerly behind an additive mask, LayerNorm by its formula"
@@ -91,6 +93,10 @@ def _watched(model: nn.Module, example: Tensor) -> tuple[dict[str, Tensor], str 
     """Return what each table of a model is given when it reads an example, and the linear layer that ends it."""
     read: dict[str, Tensor] = {}
     answers: dict[str, Tensor] = {}
+    model = deepcopy(model)  # running statistics and rows that are shortened stay as they are
+    for module in model.modules():
+        if isinstance(module, BatchNorm):
+            module.eval()  # in training mode it may refuse a single example
     names = {module: path for path, module in model.named_modules()}
 
     def before(module: nn.Module, given: tuple[Tensor, ...]) -> None:

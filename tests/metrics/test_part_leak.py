@@ -1,0 +1,43 @@
+"""Parts that come back are a leak where answers share more with their own examples than with others of the class."""
+
+import pytest
+import torch
+
+from gradveil.metrics.part_leak import part_leak
+
+TEXTS, CLIENTS = 40, 8
+LABELS = torch.arange(TEXTS) % 2
+
+
+def drawn(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_answers_that_ignore_the_examples_are_seldom_a_leak(batch):
+    runs, found = 100, 0
+    for seed in range(runs):
+        generator = drawn(seed)
+        shared = torch.randint(0, 4, (CLIENTS, batch, TEXTS), generator=generator) + LABELS * 3  # the class is known
+        places = torch.randperm(TEXTS, generator=generator)[: CLIENTS * batch].view(CLIENTS, batch)
+        found += part_leak(shared, torch.full((TEXTS,), 9), places, LABELS, generator).p <= 0.05
+    assert found <= 10
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_one_part_of_each_example_is_a_leak_whatever_the_order_of_a_batch(batch):
+    generator = drawn(0)
+    shared = torch.bernoulli(torch.full((CLIENTS, batch, TEXTS), 0.1), generator=generator)
+    places = torch.arange(CLIENTS * batch).view(CLIENTS, batch)
+    for client, own in enumerate(places):
+        shared[client, torch.arange(batch), own.flip(0)] = 1
+    found = part_leak(shared, torch.full((TEXTS,), 6), places, LABELS, generator)
+    assert (found.observed, found.parts) == (CLIENTS * batch, 6 * CLIENTS * batch)
+    assert found.p < 0.01
+    assert found.expected < found.observed / 1.5
+
+
+def test_what_all_examples_of_a_class_share_is_none():
+    shared = (LABELS[:CLIENTS, None, None] == LABELS).float() * 5
+    found = part_leak(shared, torch.full((TEXTS,), 6), torch.arange(CLIENTS)[:, None], LABELS, drawn(0))
+    assert (found.observed, found.expected, found.p) == (40, 40, 1)
