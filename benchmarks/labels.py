@@ -3,8 +3,8 @@
     python benchmarks/labels.py [--data-dir FOLDER] [--scenes scheliga-cnn/mnist ...] [--output FILE]
 
 Compared are `restore` (without and with public images), `unique` and, for one image, `idlg`, on untrained weights and
-after some steps of SGD on the public images. Batches are drawn from the target clients' images at random, so that
-labels repeat, and with distinct labels where there are enough classes. Two baselines see no update of the batch: labels
+after some steps of SGD on the public images. Batches are drawn at random from other training images, so that labels
+repeat, and with distinct labels where there are enough classes. Two baselines see no update of the batch: labels
 spread evenly over the classes, and what `restore` said of another batch. Without data files the bundled digits take the
 place of each data set.
 """
@@ -39,6 +39,8 @@ from gradveil.nn.models import build
 DEFENCES = ("none", "dp(clip=20, sigma=1e-3)", "prune(0.99)")
 PUBLIC = 2000
 """Public images that an attacker has who has any."""
+TARGETS = 4000
+"""Training images, neither public nor trained on, that batches are drawn from."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ def opened(experiment: Experiment, folder: str | None, examples: int) -> Splits:
     """Load the data set, or the bundled digits where no folder is named."""
     if folder is None:
         return load("digits")
-    return load(experiment.data, data_dir=folder, limit_public=max(examples, PUBLIC), limit_private=4000)
+    public = max(examples, PUBLIC)
+    data, _ = load(experiment.data, data_dir=folder, limit_public=public + TARGETS, limit_private=1)
+    return Splits(data.subset(range(public)), data.subset(range(public, public + TARGETS)))
 
 
 def trained(net: nn.Module, data: Dataset, steps: int, lr: float, key: Key) -> None:
@@ -91,7 +95,7 @@ def trained(net: nn.Module, data: Dataset, steps: int, lr: float, key: Key) -> N
 
 
 def right(net: nn.Module, data: Dataset) -> float:
-    """Share of 500 target clients' images that the model names rightly."""
+    """Share of 500 of the other images that the model names rightly."""
     with torch.no_grad():
         return float((net(data.inputs[:500]).argmax(1) == data.targets[:500]).float().mean())
 

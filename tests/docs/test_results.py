@@ -4,13 +4,10 @@ import csv
 import json
 import re
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import NamedTuple
 
 import pytest
 from benchmarks.table_recovery import markdown, written
 
-from gradveil.core.formatting import size
 from gradveil.metrics.statistics import wilson
 
 HERE = Path(__file__).parents[2]
@@ -39,83 +36,11 @@ def test_labels_of_a_batch_are_what_was_recorded():
     assert printed == expected
 
 
-SHOWN = {
-    "none": "none",
-    "dp(clip=20, sigma=1e-4)": "DP-SGD, clip 20, sigma 1e-4",
-    "prune(0.5)": "pruning 0.5",
-    "dropout(0.25)": "dropout 0.25",
-    "precode": "PRECODE",
-    "cvb": "CVB",
-    "dp(clip=20, sigma=1e-4) + precode": "DP-SGD + PRECODE",
-    "dp(clip=20, sigma=1e-4) + cvb": "DP-SGD + CVB",
-    "dropout(0.25) + dp(clip=20, sigma=1e-4) + cvb": "dropout + DP-SGD + CVB",
-}
-"""The defences of the study, as its run file and as the page name them."""
-
-
-class Reached(NamedTuple):
-    """What a training came to: after the round with the lowest validation loss."""
-
-    accuracy: str
-    number: str
-    rounds: str
-    sent: float
-
-
-def curves(data: str) -> dict[tuple[str, int], list[dict[str, str]]]:
-    found: dict[tuple[str, int], list[dict[str, str]]] = {}
-    file = HERE / f"benchmarks/results/accuracy-{data}.csv"
-    for row in csv.DictReader(file.read_text("utf-8").splitlines()):
-        found.setdefault((row["defence"], int(row["seed"])), []).append(row)
-    return found
-
-
-def reached(rounds: list[dict[str, str]], of: int) -> Reached:
-    some = rounds[:of]
-    best = min(some, key=lambda row: float(row["validation_loss"]))
-    sent = fmean(int(row["bytes_up"]) for row in some)
-    return Reached(f"{100 * float(best['accuracy']):.2f}%", best["round"], str(len(some)), sent)
-
-
 def tables(heading: str) -> list[list[list[str]]]:
     """Read the tables of a section, each without its head: rows of texts."""
     page = (HERE / "docs/results.md").read_text("utf-8").partition(f"## {heading}\n")[2].partition("\n## ")[0]
     blocks = [block.splitlines()[2:] for block in page.split("\n\n") if block.startswith("|")]
     return [[[trial.strip(" *") for trial in line.strip("|").split("|")] for line in block] for block in blocks]
-
-
-def gap(own: str, bare: str) -> float:
-    return float(own.rstrip("%")) - float(bare.rstrip("%"))
-
-
-def signed(value: float) -> str:
-    return f"{round(value, 2) + 0.0:+.2f}".replace("-", "−")
-
-
-def test_accuracies_of_the_ablation_are_what_was_recorded():
-    whole, ended, cifar = tables("What defences cost in accuracy")[:3]
-    names = {title: defence for defence, title in SHOWN.items()}
-    recorded = curves("mnist")
-    assert [row[0] for row in whole] == list(SHOWN.values())
-    bare = whole[0][1:4]
-    for title, *trials in whole:
-        after = [reached(recorded[names[title], seed], 30) for seed in range(3)]
-        for seed, one in enumerate(after):
-            assert (trials[seed], trials[4].split(", ")[seed]) == (one.accuracy, one.number), (title, seed)
-        gaps = [gap(own, other) for own, other in zip(trials, bare, strict=False)]
-        assert trials[3] == ("" if title == "none" else f"{signed(fmean(gaps))} ± {stdev(gaps):.2f}"), title
-        assert trials[5] == size(fmean(one.sent for one in after)), title
-    for seed, none, best, private, last, difference in ended[:-1]:
-        pairs = ("none", none, best), ("dp(clip=20, sigma=1e-4) + cvb", private, last)
-        for defence, accuracy, number in pairs:
-            assert reached(recorded[defence, int(seed)], 120)[:2] == (accuracy, number), (seed, defence)
-        assert difference == signed(gap(private, none))
-    assert ended[-1][-1] == signed(fmean(gap(row[3], row[1]) for row in ended[:-1]))
-    recorded = curves("cifar10")
-    assert [row[0] for row in cifar] == list(SHOWN.values())
-    for title, accuracy, difference, number, rounds in cifar:
-        assert reached(recorded[names[title], 0], 300)[:3] == (accuracy, number, rounds), title
-        assert difference == ("" if title == "none" else signed(gap(accuracy, cifar[0][1])))
 
 
 def records(name: str) -> list[dict[str, str]]:
@@ -150,7 +75,6 @@ def test_every_recorded_file_states_its_random_streams():
     streams = {name.strip(" `"): kind.strip() for _, name, kind, _ in rows}
     assert streams.keys() == {file.name for file in folder.iterdir() if file.is_file()} - {"README.md"}
     assert set(streams.values()) <= {"old", "current", "timing"}
-    assert streams["accuracy-mnist.csv"] == "old"
 
 
 def test_the_shares_under_error_feedback_are_what_was_recorded():
