@@ -20,14 +20,14 @@ from tests.laws.cases import LAWS
 PAGE = Path("docs/reference/what-attacks-what.md")
 MARKS = "<!-- rules -->", "<!-- defences -->", "<!-- updates -->"
 UPDATES = {
-    "`mlp`, one image": {"model": {"name": "mlp", "options": {"width": 16}}},
-    "`mlp`, 8 images": {"model": {"name": "mlp", "options": {"width": 16}}, "client": [{"batch": 8}]},
+    "`mlp`, one image": {"model": {"name": "mlp", "options": {"width": 32}}},
+    "`mlp`, 8 images": {"model": {"name": "mlp", "options": {"width": 32}}, "client": [{"batch": 8}]},
     "`scheliga-cnn`, one image": {"model": {"name": "scheliga-cnn"}},
     "`scheliga-cnn`, 8 images": {"model": {"name": "scheliga-cnn"}, "client": [{"batch": 8}]},
     "`vit`, one image": {"model": {"name": "vit", "options": {"width": 64}}},
     "`resnet18`, one image": {"model": {"name": "resnet18", "options": {"width": 4}}},
 }
-SOME = ("none", "gaussian(1e-3)", "prune(0.9)", "quantise", "mixup", "dropout", "precode")
+SOME = ("none", "gaussian(1e-3)", "prune(0.9)", "quantise", "mixup", "dropout", "precode", "dcs")
 """A defence of each kind that the rows for updates tell apart, and of several slots."""
 
 

@@ -87,6 +87,11 @@ class Chain(Transform, HasMessages):
         """True if a stage needs public images."""
         return any(transform.needs_public for _, transform in self)
 
+    @property
+    def added_inputs(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The inputs that all stages add."""
+        return sum(transform.added_inputs for _, transform in self)
+
     def init(self, params: Mapping[str, Tensor]) -> Tensors:
         """Return the initial states of the stages."""
         return {k: v for name, stage in self for k, v in under(name, stage.init(params)).items()}

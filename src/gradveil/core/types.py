@@ -180,6 +180,8 @@ class Transform(ABC):
     """The transform needs `Context.public` with images."""
     needs: ClassVar[str] = ""
     """What it needs of inputs, see `Space.offers`; nothing if it never looks at them."""
+    added_inputs: ClassVar[int] = 0
+    """Inputs of its own, per example of a gradient, whose gradients it adds."""
     identity_settings: ClassVar[Mapping[str, Any] | None] = None
     """The settings at which it is the identity, if any."""
 

@@ -46,6 +46,7 @@ class Concealed(Transform):
     """
 
     stage: ClassVar[Stage] = Stage.STANDIN
+    added_inputs: ClassVar[int] = 1
     share: float
     project: bool
 

@@ -5,7 +5,8 @@ independent component analysis finds them there, as in the cocktail-party attack
 gradient, the sum of the errors, gives each image's scale and sign. Behind a ReLU, the zeros of the errors make the
 images exact and certify them (`activation_zeros`). Rows of a table are the vectors of the span whose categories are
 one-hot (`rows_in_span`). It needs neither labels nor public images, and holds for sums of
-clients and for local steps: their updates mix the same images.
+clients and for local steps: their updates mix the same images. What a defence adds is separated too, and then left out
+(`added_inputs`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.attacks.closed_form.activation_zeros import ReluLayer, ZeroSearch, scaled
+from gradveil.attacks.closed_form.added_inputs import mixed_inputs, read_targets, strangeness
 from gradveil.attacks.closed_form.independent_images import (
     Span,
     completed,
@@ -32,8 +34,9 @@ from gradveil.attacks.closed_form.independent_images import (
 from gradveil.attacks.closed_form.likeliest_batch import NoisyBatch
 from gradveil.attacks.closed_form.rows_in_span import proven_rows, rows_in_span
 from gradveil.attacks.inversion.inversion import Inversion
-from gradveil.attacks.knowledge import How, Infer, Knowledge
+from gradveil.attacks.knowledge import How, Infer, Knowledge, Optimise
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, Remark, in_closed_form
+from gradveil.attacks.simulated_updates import Simulated
 from gradveil.attacks.undo_batch_defence import prior_of
 from gradveil.client import Client
 from gradveil.core.errors import Problem, refuse
@@ -72,8 +75,8 @@ class Unmix(Checked):
 
     @property
     def knowledge(self) -> Mapping[str, How]:
-        """Masks are read off zeros."""
-        return {"send.*mask.*": Infer()}
+        """Masks are read off zeros. Where proxies started from only counts where their search is repeated."""
+        return {"send.*mask.*": Infer(), "step.*.place": Optimise()}
 
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
         """Refuse single images, and models whose first layer is not fully connected or too narrow."""
@@ -81,7 +84,8 @@ class Unmix(Checked):
         layer, problems = shown(client.model, client.params(), prospect.shape, client.trained())
         yield from (replace(problem, remedy=_FEATURES) for problem in problems)
         if layer is not None:
-            yield from _layer_problems(layer, client.params(), prospect.examples, prospect.shape)
+            mixed = mixed_inputs(client, prospect.examples)
+            yield from _layer_problems(layer, client.params(), mixed, prospect.shape)
 
     def __call__(
         self,
@@ -98,10 +102,16 @@ class Unmix(Checked):
         layer, problems = shown(client.model, seen.params, knowledge.space.shape, client.trained())
         refuse(problems)
         assert layer is not None
-        refuse(list(_layer_problems(layer, seen.params, seen.examples, knowledge.space.shape)))
+        mixed = mixed_inputs(client, seen.examples)
+        refuse(list(_layer_problems(layer, seen.params, mixed, knowledge.space.shape)))
         mixture = _MixedGradients(layer, seen, client, knowledge.space)
         relu = self.exact == "auto" and _zeros_where_negative(client, seen.params, layer, knowledge.space.shape)
         images, certified, count = mixture.separated(relu, key)
+        remarks = _remarks(relu, certified, count, (seen.examples, mixed), knowledge.space.words)
+        if mixed > seen.examples:
+            inputs, targets, match = mixture.without_added(images, count, knowledge.classes, key)
+            result = in_closed_form(inputs, targets, match[:, 0], mixture.finite, began, progress)
+            return replace(result, remarks=remarks, match=match)
         inputs = mixture.inputs(images)
         targets = _labels(inputs, seen, client, knowledge.classes)
         if client.local is None and not mixture.masked:  # errors of local steps are sums over changing models
@@ -114,7 +124,6 @@ class Unmix(Checked):
         objective = self.evaluate(observations, client, replace(knowledge, targets=targets), key, inputs, {})
         result = in_closed_form(inputs, targets, objective, mixture.finite, began, progress)
         match = self.match(observations, client, replace(knowledge, targets=targets), key, inputs, {})
-        remarks = _remarks(relu, certified, count, seen.examples, knowledge.space.words)
         return replace(result, remarks=remarks, match=match)
 
     def evaluate(
@@ -155,18 +164,18 @@ _FEATURES = (
 )
 
 
-def _layer_problems(layer: InputEquations, params: Tensors, examples: int, shape: tuple[int, ...]) -> Iterator[Problem]:
-    """Refuse patches, single examples, and batches with more images than the layer has rows."""
+def _layer_problems(layer: InputEquations, params: Tensors, mixed: int, shape: tuple[int, ...]) -> Iterator[Problem]:
+    """Refuse patches, single images, and batches with more images than the layer has rows."""
     if len(layer.pixels) > 1:
         problem = (
             f"begins with '{layer.path}' on {len(layer.pixels)} patches of an image, not on its {prod(shape)} pixels"
         )
         yield Problem("model", problem, _FEATURES)
         return
-    if examples == 1:
+    if mixed == 1:
         yield Problem("client.batch", "one image is mixed with none", "choose analytic, or give a batch of 2 or more")
-    elif examples >= (most := min(params[layer.weight].shape)):
-        problem = f"{examples} images are mixed, and the first layer has {most} rows: it takes fewer images than rows"
+    elif mixed >= (most := min(params[layer.weight].shape)):
+        problem = f"{mixed} images are mixed, and the first layer has {most} rows: it takes fewer images than rows"
         yield Problem("client.batch", problem, "lower the batch, or choose a search (ig, cdia)")
 
 
@@ -174,7 +183,8 @@ class _MixedGradients:
     """The first layer's gradients of V target clients, with the pixels in the order of an image."""
 
     def __init__(self, layer: InputEquations, seen: Observation, client: Client, space: Space) -> None:
-        self.seen, self.space, self.examples, self.client, self.layer = seen, space, seen.examples, client, layer
+        self.seen, self.space, self.client, self.layer = seen, space, client, layer
+        self.mixed = mixed_inputs(client, seen.examples)
         self.masked = False
         self.exact: set[int] = set()
         """Clients whose rows of a table were found by their categories."""
@@ -200,7 +210,7 @@ class _MixedGradients:
         of_bias = next((v for n, v in masks.items() if n.endswith(f".mask.{layer.errors}")), None)
         if of_weight is not None:
             known = torch.zeros_like(self.gradient).index_copy_(2, layer.pixels[0], of_weight.flatten(2).double())
-            self.gradient, self.masked = completed(self.gradient, known > 0, self.examples), True
+            self.gradient, self.masked = completed(self.gradient, known > 0, self.mixed), True
         if of_bias is not None:
             self.bias = torch.where(layer.read(of_bias)[:, 0] > 0, self.bias, torch.nan)
 
@@ -215,7 +225,7 @@ class _MixedGradients:
 
     def likeliest(self, place: int, images: Tensor, targets: Tensor, knowledge: Knowledge) -> Tensor:
         """Return the likeliest images [B, n] of one client behind noise, starting from separated ones."""
-        rank = min(self.examples, *(side - 1 for side in self.gradient.shape[1:]))
+        rank = min(self.mixed, *(side - 1 for side in self.gradient.shape[1:]))
         noise = float(spanned(self.gradient[place : place + 1], rank).noise)
 
         def errors(flat: Tensor) -> Tensor:
@@ -230,14 +240,14 @@ class _MixedGradients:
         return differences(rows / (self.upper - self.lower), self.space.shape)
 
     def separated(self, relu: bool, key: Key) -> tuple[Tensor, list[int], list[int]]:
-        """Return images [V, B, n], and of every client the numbers of certified and of separated ones.
+        """Return all mixed images [V, M, n], and of every client the numbers of certified and of separated ones.
 
-        Fewer images than examples are found where errors depend on each other; their mean stands for the others.
+        Fewer images than there are mixed are found where errors depend on each other; their mean stands for the others.
         """
         clients = len(self.gradient)
-        found = ((self.lower + self.upper) / 2).expand(clients, self.examples, -1).clone()
+        found = ((self.lower + self.upper) / 2).expand(clients, self.mixed, -1).clone()
         certified, counts = [0] * clients, [0] * clients
-        rank = ranks(self.gradient, self.examples)
+        rank = ranks(self.gradient, self.mixed)
         for count in sorted(set(rank.tolist()) - {0}):
             places = (rank == count).nonzero().squeeze(1)
             size = max(1, _VALUES // (_STARTS * count * 3 * self.gradient.shape[2]))
@@ -251,6 +261,29 @@ class _MixedGradients:
                     found[place, :count] = images
                     certified[place], counts[place] = proven, count
         return found, certified, counts
+
+    def without_added(
+        self, images: Tensor, counts: Sequence[int], classes: int, key: Key
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the client's own of the mixed images [V, M, n] as inputs [V, B, ...], with their labels and the match.
+
+        The match is that of all mixed inputs with their read class probabilities: one undefended gradient, to scale.
+        """
+        like = next(iter(self.seen.params.values()))
+        inputs = images.unflatten(2, self.space.shape).to(like)
+        answers, errors = _output_errors(inputs, self.seen, self.client)
+        targets = torch.softmax(answers, -1) if errors is None else read_targets(answers, errors).to(like)
+        strange = [
+            strangeness(own, self.lower, self.upper, self.space.shape, None if errors is None else read.double())
+            for own, read in zip(images, targets, strict=True)
+        ]
+        spare = torch.arange(self.mixed) >= torch.tensor(counts).unsqueeze(1)  # the mean image stands for these
+        order = torch.where(spare.to(images.device), torch.inf, torch.stack(strange)).argsort(dim=1, stable=True)
+        own = order[:, : self.seen.examples]
+        plain = replace(self.client.undefended_update(), local=None, members=1)
+        match = Simulated(plain, [self.seen]).match(inputs, targets, key)
+        kept = images.gather(1, own.unsqueeze(2).expand(-1, -1, images.shape[2]))
+        return self.inputs(kept), targets[..., :classes].argmax(2).gather(1, own), match
 
     def _independent(self, span: Span, places: Tensor, key: Key) -> Tensor:
         """Separate spans from several starts; keep the images with the least outside of the valid values."""
@@ -274,7 +307,8 @@ class _MixedGradients:
         """Return the images [k, n] of one client, and the number of certified ones."""
         if isinstance(self.space, TableSpace) and (found := self._rows(place, span, self.space, relu)):
             return found
-        layer = ReluLayer(self.weight, self.offset, self.bias[place], self.clamp, self.features)
+        clamp = self.clamp if self.mixed == self.seen.examples else torch.nan_to_num  # proxies keep to no values
+        layer = ReluLayer(self.weight, self.offset, self.bias[place], clamp, self.features)
         if not relu:
             return self._fitting(layer.separated(span, unmixing).images), 0
         generator = key.child(Stream.REPEAT, self.seen.target_clients[place]).generator()
@@ -300,7 +334,8 @@ class _MixedGradients:
         width = self.upper - self.lower
         outside = ((images - self.clamp(images)) / width).abs().mean(1)
         contrast = (images / width).std(1)
-        if float(((outside > _FAR) | (contrast < _FAINT)).double().mean()) < 0.5:
+        fitting = int(((outside <= _FAR) & (contrast >= _FAINT)).sum())
+        if fitting > min(len(images), self.seen.examples) / 2:
             return images
         bound = torch.where(images > 0, self.upper, self.lower).abs()
         bound = torch.where(bound > 0, bound, torch.inf)
@@ -344,33 +379,39 @@ def _backward(
 
 
 def _labels(inputs: Tensor, seen: Observation, client: Client, classes: int) -> Tensor:
-    """Read the labels [V, B] of separated images off the last layer's gradient.
+    """Read the labels [V, B] of separated images off the last layer's gradient: the error of the label is negative."""
+    answers, errors = _output_errors(inputs, seen, client)
+    return answers[..., :classes].argmax(2) if errors is None else errors[..., :classes].argmin(2)
 
-    It is E^T A, with A the inputs of the layer at the images and E the errors of its outputs: the label's is negative.
+
+def _output_errors(inputs: Tensor, seen: Observation, client: Client) -> tuple[Tensor, Tensor | None]:
+    """Return the model's outputs at separated images [V, B, ...], and their errors in the update: [V, B, K] each.
+
+    The last layer's gradient is E^T A, with A the inputs of the layer at the images and E the errors of its outputs.
     """
     last = last_layer(client.model, inputs[:1, :1].flatten(0, 1))
     sent = seen.update.get(f"{last}.weight")
-    flat = inputs.flatten(0, 1)
     tensors = {**client.objective.buffers(), **seen.params}
     with torch.no_grad(), evaluating(client.model), caught_inputs(client.model, last) as caught:
-        answers = call_on(client.model, tensors, flat)
+        answers = call_on(client.model, tensors, inputs.flatten(0, 1)).unflatten(0, inputs.shape[:2])
     if sent is None or caught[0].ndim != 2:
-        return answers[:, :classes].argmax(1).view(inputs.shape[:2])
+        return answers, None
     features = nn.functional.pad(caught[0], (0, 1), value=1.0).unflatten(0, inputs.shape[:2]).double()
     bias = seen.update.get(f"{last}.bias", torch.zeros_like(sent[:, :, 0]))
     rows = torch.cat([sent, bias.unsqueeze(2)], 2).nan_to_num(0.0, 0.0, 0.0).double()
-    errors = torch.linalg.pinv(features.mT, rtol=1e-6) @ rows.mT
-    return errors[..., :classes].argmin(2)
+    return answers, torch.linalg.pinv(features.mT, rtol=1e-6) @ rows.mT
 
 
 def _remarks(
-    relu: bool, certified: Sequence[int], counts: Sequence[int], examples: int, kind: ExampleWords
+    relu: bool, certified: Sequence[int], counts: Sequence[int], sizes: tuple[int, int], kind: ExampleWords
 ) -> tuple[Remark, ...]:
-    """Return remarks on certified images, and on images that could not be told apart."""
-    whose = f"{{}} of {examples} {kind.plural} of a client"
+    """Return remarks on certified images, and on images that could not be told apart; of its own, and of all mixed."""
+    examples, mixed = sizes
+    added = f" and {mixed - examples} that its defence adds" if mixed > examples else ""
+    whose = f"{{}} of {mixed} {kind.plural} of a client{added}"
     proof = Remark(f"{whose} are certified by the zeros of their errors", tuple(certified))
     words = f"{whose} have errors of their own; the mean {kind.noun} stands for the others"
-    return (*((proof,) if relu else ()), Remark(words, tuple(counts), examples))
+    return (*((proof,) if relu else ()), Remark(words, tuple(counts), mixed))
 
 
 def _squares(seen: Observation) -> Tensor:

@@ -192,6 +192,16 @@ RULES: tuple[Rule, ...] = (
         weakness="several examples may come back at once",
         ends="more examples an update than rows, or a convolution as the first layer, end it",
         kinds=_NUMBERS,
+        unless=("adds proxies",),
+    ),
+    Rule(
+        ("unmix",),
+        "the first layer's gradient mixes the inputs with the proxies: both are separated, and then told apart",
+        update=("wide first layer",),
+        defence="adds proxies",
+        weakness="examples may come back, separated from their proxies",
+        ends="more examples and proxies an update than rows, or a convolution as the first layer, end it",
+        kinds=_NUMBERS,
     ),
     Rule(
         ("analytic",),

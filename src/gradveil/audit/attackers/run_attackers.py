@@ -16,6 +16,7 @@ from gradveil.audit.run_file import with_defaults
 from gradveil.client import Client
 from gradveil.core.errors import Problem
 from gradveil.core.formatting import listing
+from gradveil.defences.entry import Trait
 
 Unfit = dict[tuple[int, str, str], str]
 """(client, defence, attack) -> why the attack does not apply there."""
@@ -127,8 +128,9 @@ def widened(
 def untried(decisions: Sequence[Decision]) -> list[str]:
     """Say of every attack of the table that looks at updates, and was not tried, why not; equal reasons once."""
     reasons: dict[str, list[str]] = {}
+    by_another_row = {each.attack for each in decisions if each.tried}
     for each in decisions:
-        if not each.tried:
+        if each.attack not in by_another_row:
             reasons.setdefault(each.standing, []).append(each.name)
     return [f"{listing(names)}: {standing}" for standing, names in reasons.items()]
 
@@ -183,33 +185,43 @@ def _decision(
 ) -> Decision:
     """Decide whether an attack of a row applies, to which defences, and to which clients."""
     attack = _call(text, rule.unlabelled if not experiment.source.scored else "")
-    lacks = {index: reason for index, known in enumerate(facts) if (reason := known.lacks(rule))}
     tried = _has(experiment.attacks.values(), make_attack(attack))
+    unmet = f"no defence of the run {rule.defence}" if rule.defence else f"every defence {' or '.join(rule.unless)}"
+    if not any(rule.defence == _SHOWN or aims_at(rule, defence) for defence in experiment.defences):
+        return Decision(attack, rule, (), unmet, tried, {}, {})
+    lacks = {index: reason for index, known in enumerate(facts) if (reason := known.lacks(rule))}
     if len(lacks) == len(facts):
         return Decision(attack, rule, (), "; ".join(dict.fromkeys(lacks.values())), tried, {}, {})
     fit = [index for index in range(len(facts)) if index not in lacks]
     weak = {index: facts[index][rule.update[-1]].seen for index in fit}
-    defences = [d for d in experiment.defences if rule.defence is None or _does(rule, d, clients(fit[0], d))]
+    defences = [d for d in experiment.defences if _does(rule, d, clients(fit[0], d))]
     if not defences:
-        return Decision(attack, rule, (), f"no defence of the run {rule.defence}", tried, {}, weak)
+        return Decision(attack, rule, (), unmet, tried, {}, {})
     made, unfit = make_attack(attack), Unfit()
     control = [UNDEFENDED] if has_control(experiment.config) and UNDEFENDED not in defences else []
     for defence in (*defences, *control):
         for index, known in enumerate(facts):
-            told = index in lacks or undefended(defence)  # by the facts, which are those of the undefended client
-            problems = "" if told else _problems(made, known, clients(index, defence))
+            plain = undefended(defence)
+            told = index in lacks or (plain and rule.defence is None)  # by the facts: those of the undefended client
+            problems = "" if told else _problems(made, known, known.client if plain else clients(index, defence))
             if reason := lacks.get(index, problems):
                 unfit[index, defence, attack] = reason
     applies = [d for d in defences if any((index, d, attack) not in unfit for index in range(len(facts)))]
     reason = "" if applies else "; ".join(dict.fromkeys(unfit.values()))
-    only = tuple(applies) if rule.defence else ()
+    only = tuple(applies) if rule.defence or len(defences) < len(experiment.defences) else ()
     return Decision(attack, rule, only, reason, tried, unfit if applies else {}, weak)
 
 
+_SHOWN: Trait = "changes updates"
+"""What shows in the client that a defence makes, whatever its name."""
+
+
 def _does(rule: Rule, defence: str, client: Client) -> bool:
-    """Whether a defence does what a row asks for; what it does to updates shows in the client, whatever its name."""
-    if rule.defence == "changes updates":
-        return (client.step is not None or client.send is not None) and not excludes(rule, defence)
+    """Whether a defence does what a row asks for."""
+    if excludes(rule, defence):
+        return False
+    if rule.defence == _SHOWN:
+        return client.step is not None or client.send is not None
     return aims_at(rule, defence)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -103,7 +104,9 @@ class UpdateFacts:
         """Look up what the model's layers say."""
         holds, lacks = FACTS[fact]
         if fact == "wide first layer":
-            return _unless(list(Unmix().problems(self.prospect(self.client))), holds)
+            prospect = self.prospect(self.client)
+            several = replace(prospect, examples=max(2, prospect.examples))
+            return _unless(list(Unmix().problems(several)), holds)
         if fact == "hidden layer":
             prospect = self.prospect(self.client)
             return _unless([*QuantileBiases().problems(prospect), *CopiedRows().problems(prospect)], holds)
