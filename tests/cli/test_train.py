@@ -223,6 +223,23 @@ def test_a_model_of_ones_own_takes_no_options_of_the_bundled_one(
     assert run(["train", "reviews", *named, *arguments]) == 0
 
 
+def test_a_file_of_texts_and_a_model_are_a_run(
+    little: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (little / "ownwords.py").write_text(OWN)
+    monkeypatch.syspath_prepend(little)
+    lines = [
+        f"the {word} film was {word},{'good' if place % 2 else 'bad'}" for place, word in enumerate("abcdefghijkl")
+    ]
+    (little / "mydata.csv").write_text("\n".join(["text,label", *lines]))
+    assert run(["audit", "mydata.csv", "--model", "ownwords:Mean"]) == 2
+    assert "32 sentences, 'texts:mydata.csv' has 2 for" in (told := capsys.readouterr().err)
+    assert "--target-clients 2" in told
+    assert run(["audit", "mydata.csv"]) == 2
+    assert "add --model NAME" in capsys.readouterr().err
+    assert run(["check", "--data", "mydata.csv", "--model", "ownwords:Mean", "--set", "client.batch=1"]) == 0
+
+
 def test_options_of_the_command_line_are_kept_whatever_their_order() -> None:
     options = ["model.options.depth=2", 'model.name="small-decoder"']
     for settings in (options, options[::-1]):

@@ -146,7 +146,8 @@ def _obstacles(experiment: Experiment) -> Iterator[Problem | _Meeting]:
         which = f"those that are {experiment.private.classes[0]}s" if available < len(experiment.private) else which
         what += f"{config.images_needed} {some}, '{config.data.name}' has {available} for targets: {which}"
         remedy = (
-            f"lower target clients, first_target_client or client.batch; at most {available // size} target clients"
+            f"lower target clients, first_target_client or client.batch; at most {available // size} target clients: "
+            f"--target-clients {available // size}"
         )
         if available < size:
             remedy = f"lower client.batch: one update of at most {available} {some}; or give more of them"

@@ -323,7 +323,10 @@ def _takes(attack: str, key: str) -> bool:
     return entry is not None and any(argument.name == key for argument in entry.arguments)
 
 
-_TABLE = 'name it in a run file (TOML): [data] name = "{name}"; texts with labels: name = "texts:{name}"'
+_TABLE = (
+    "add --model NAME to gradveil audit; or name it in a run file (TOML): "
+    '[data] name = "{name}"; texts with labels: name = "texts:{name}"'
+)
 _NOT_RUNS = {
     ".csv": _TABLE,
     ".parquet": _TABLE,

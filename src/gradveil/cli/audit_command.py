@@ -30,7 +30,8 @@ from gradveil.cli.shared_options import (
 
 _HELP = {
     "run": "A run file (TOML), or the name of a bundled run: faces, digits, patches, census, reviews. Needed "
-    "without --observed or --model and --data. It may name modules (pkg.module:name), which are imported.",
+    "without --observed or --model and --data; with --model a CSV or Parquet file will do. It may name modules "
+    "(pkg.module:name), which are imported.",
     "observed": "Attack recorded updates (of gradveil train --record, a Recorder, the Flower mod) instead of simulated "
     "ones: the attacks assume this model, client and defences; missing settings come from the records.",
     "model": "Model, instead of the file's and its options: of gradveil list models, hf:NAME, timm:NAME, "
@@ -105,8 +106,13 @@ def audit(
     from gradveil.audit.run_directory import TRAINING
     from gradveil.cli import audit_steps
     from gradveil.cli.exports import Exports
+    from gradveil.data.registry import told_by_columns
+    from gradveil.data.tables import is_table
 
     own_code()
+    if name is not None and model is not None and data is None and is_table(name):
+        name, data = None, name
+    data = None if data is None else told_by_columns(data)
     accepted = [Accepted(each) for each in accept or ()]
     lists = {"attacks": attack or None, "defences": defence or None, "seeds": seed or None}
     overrides: dict[str, Any] = {"target_clients": target_clients, "device": device, **lists}

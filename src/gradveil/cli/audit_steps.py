@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from gradveil.audit.attack_selection import auto_budget, trials, without_aim
+from gradveil.audit.attack_selection import ADAPTIVE, auto_budget, trials, without_aim
 from gradveil.audit.attackers.run_attackers import Decision, choice_of, closed_forms, decide, untried, widened
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.audit_run import describe, run, site, title
@@ -38,6 +38,7 @@ from gradveil.cli.training_output import show_end, show_round, warn
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.formatting import plural
 from gradveil.core.user_code import outdated
+from gradveil.data.registry import kind_of
 from gradveil.federated.training_config import UNSEEN
 from gradveil.federated.training_run import TRAINING_RUN, load_summaries, load_training
 from gradveil.federated.training_run import describe as describe_training
@@ -111,7 +112,9 @@ def _unnamed(settings: Sequence[str]) -> dict[str, Any]:
         refuse([Problem("RUN" if len(missing) == 2 else f"--{missing[0]}", "is missing", remedy)])
     last = (re.split(r"[:/\\]", texts[f"{key}.name"])[-1] for key in ("model", "data"))
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(last)).strip("-._").lower()
-    return {"name": name or "audit", "data": {}, "model": {}}
+    # Nothing says where a text model of the user has the attention that the usual search solves for.
+    own = ":" in texts["model.name"] and kind_of(texts["data.name"]) == "texts"
+    return {"name": name or "audit", "data": {}, "model": {}, **({"attacks": [ADAPTIVE]} if own else {})}
 
 
 def _within_minutes(config: RunConfig) -> RunConfig:

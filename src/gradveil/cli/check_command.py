@@ -85,11 +85,12 @@ def check(
     from gradveil.audit.preflight import model_problems, obstacles, open_experiment
     from gradveil.audit.run_file import read
     from gradveil.audit.run_warnings import metric_problems, privacy_problems
+    from gradveil.data.registry import told_by_columns
 
     own_code()
     flags = {
         "model.name": model,
-        "data.name": data,
+        "data.name": None if data is None else told_by_columns(data),
         "data.size": size,
         "data.channels": channels,
         "client.batch": batch,

@@ -90,13 +90,17 @@ def train(
     from gradveil.audit.run_file import read_training
     from gradveil.cli import training_output
     from gradveil.core.user_code import outdated
+    from gradveil.data.registry import told_by_columns
     from gradveil.federated.training_run import TRAINING_RUN, describe, load_training, run, site
     from gradveil.federated.training_setup import open_setting, trials
     from gradveil.runs.pool import cores
 
     own_code()
     overrides: dict[str, Any] = {"rounds": rounds, "device": device, "defences": defence or None, "seeds": seed or None}
-    settings = [*named_settings({"model.name": model, "data.name": data}, prepare), *(setting or ())]
+    settings = [
+        *named_settings({"model.name": model, "data.name": data and told_by_columns(data)}, prepare),
+        *(setting or ()),
+    ]
     config = read_training(name, overrides, settings)
     place = Place(engine, address, config.device)
     place.check(workers, record is not None)

@@ -146,6 +146,13 @@ def kind_of(name: str) -> str:
     return "rows" if tables.is_table(name) else DATASETS[name].kind if name in DATASETS else "images"
 
 
+def told_by_columns(name: str) -> str:
+    """Return the name of a table as that of texts, if its file has the columns `text` and `label` and no other."""
+    if not (tables.is_table(name) and Path(name).is_file()):
+        return name
+    return f"{texts.FORM}{name}" if {*tables.read_values(Path(name))} == {"text", "label"} else name
+
+
 def is_known(name: str) -> bool:
     """Report whether a name is in the table, or has one of the forms of a path.
 

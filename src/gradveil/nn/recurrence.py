@@ -76,6 +76,11 @@ class Recurrence(nn.Module):
 class RecurrentCell(nn.Module):
     """What an `nn.RNNCell`, `nn.LSTMCell` or `nn.GRUCell` computes, with its parameters under their names."""
 
+    weight_ih: nn.Parameter
+    weight_hh: nn.Parameter
+    bias_ih: nn.Parameter | None
+    bias_hh: nn.Parameter | None
+
     def __init__(self, old: nn.RNNCellBase) -> None:
         """Take the settings and the parameters of a cell."""
         super().__init__()
