@@ -407,8 +407,9 @@ def _remarks(
 ) -> tuple[Remark, ...]:
     """Return remarks on certified images, and on images that could not be told apart; of its own, and of all mixed."""
     examples, mixed = sizes
-    added = f" and {mixed - examples} that its defence adds" if mixed > examples else ""
-    whose = f"{{}} of {mixed} {kind.plural} of a client{added}"
+    whose = f"{{}} of {mixed} {kind.plural} of a client"
+    if mixed > examples:
+        whose = f"{{}} of {mixed} {kind.plural} ({examples} of a client and {mixed - examples} that its defence adds)"
     proof = Remark(f"{whose} are certified by the zeros of their errors", tuple(certified))
     words = f"{whose} have errors of their own; the mean {kind.noun} stands for the others"
     return (*((proof,) if relu else ()), Remark(words, tuple(counts), mixed))
