@@ -57,7 +57,7 @@ DEFENCES = (
         "dgc",
     ),
     *("standin", "optimal-noise(1e-3)", "optimal-prune(0.8)", "soteria", "outpost", "label-smoothing", "mixup"),
-    *("instahide", "ats", "dropout", "precode", "cvb", "keylock"),
+    *("instahide", "ats", "dropout", "precode", "cvb", "keylock", "svdefense", "dcs"),
 )
 SEARCHES = (("none", ("ig-scheliga",)), ("gaussian(1e-3)", ("cdia",)), ("prune(0.9)", ("cdia",)), ("sign", ("cdia",)))
 """(defence, attackers): the best of those that `adaptive` had."""

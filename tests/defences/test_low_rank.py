@@ -121,6 +121,22 @@ def test_lowest_threshold_above_the_highest_raises():
         parse("svdefense(energy=0.5, least=0.6)")
 
 
+def test_rounds_of_one_batch_show_what_lies_in_no_single_one():
+    """Each round's directions lie in the span of the batch's images, and those of several rounds are others."""
+    client = Client(build("mlp", channels=1, size=8, classes=10, width=64, generator=Key(0).generator()).double())
+    client = parse("svdefense(energy=0.1, least=0.1)")(client)
+    images = torch.randn(4, 1, 8, 8, generator=Key(1).generator(), dtype=torch.float64)
+    params, batch, shown = client.params(), Batch(images, torch.arange(4)), []
+    for _ in range(8):
+        update = client.update(params, batch, {}, {})[0]
+        shown.append(update["body.layer0.linear.weight"])
+        params = {name: value - 0.5 * update[name] for name, value in params.items()}
+    assert [int(torch.linalg.matrix_rank(of_round, rtol=1e-6)) for of_round in shown] == [1] * 8
+    span = torch.linalg.svd(torch.cat(shown))[2][:4]
+    outside = images.flatten(1) - images.flatten(1) @ span.mT @ span
+    assert float(outside.norm()) < 1e-6 * float(images.norm())
+
+
 def test_search_that_infers_the_directions_finds_more_than_one_that_ignores_them():
     model = build("scheliga-cnn", channels=1, size=32, classes=10, generator=Key(0).generator())
     digits = load("digits").private

@@ -75,8 +75,8 @@ class Unmix(Checked):
 
     @property
     def knowledge(self) -> Mapping[str, How]:
-        """Masks are read off zeros. Where proxies started from only counts where their search is repeated."""
-        return {"send.*mask.*": Infer(), "step.*.place": Optimise()}
+        """Masks are read off zeros."""
+        return {"send.*mask.*": Infer()}
 
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
         """Refuse single images, and models whose first layer is not fully connected or too narrow."""
@@ -137,7 +137,8 @@ class Unmix(Checked):
         plan: Sequence[int] = (),
     ) -> Tensor:
         """Return the squared distance [V] of the inputs' updates from the observed ones, relative to the latter."""
-        distance = self._inversion().evaluate(observations, simulated_client, knowledge, key, inputs, noise)
+        known = _with_places(knowledge)
+        distance = self._inversion().evaluate(observations, simulated_client, known, key, inputs, noise)
         return distance / _squares(observations[-1])
 
     def match(
@@ -151,7 +152,8 @@ class Unmix(Checked):
         plan: Sequence[int] = (),
     ) -> Tensor:
         """Return `Reconstruction.match`: first the distance of `evaluate`, which has no priors."""
-        match = self._inversion().match(observations, simulated_client, knowledge, key, inputs, noise)
+        known = _with_places(knowledge)
+        match = self._inversion().match(observations, simulated_client, known, key, inputs, noise)
         return torch.cat([match[:, :1] / _squares(observations[-1]).unsqueeze(1), match[:, 1:]], 1)
 
     def _inversion(self) -> Inversion:
@@ -177,6 +179,11 @@ def _layer_problems(layer: InputEquations, params: Tensors, mixed: int, shape: t
     elif mixed >= (most := min(params[layer.weight].shape)):
         problem = f"{mixed} images are mixed, and the first layer has {most} rows: it takes fewer images than rows"
         yield Problem("client.batch", problem, "lower the batch, or choose a search (ig, cdia)")
+
+
+def _with_places(knowledge: Knowledge) -> Knowledge:
+    """Let the search of proxies start where it did, in judging given images: the attack itself never repeats it."""
+    return replace(knowledge, tensors={**knowledge.tensors, "step.*.place": Optimise()})
 
 
 class _MixedGradients:
@@ -407,8 +414,9 @@ def _remarks(
 ) -> tuple[Remark, ...]:
     """Return remarks on certified images, and on images that could not be told apart; of its own, and of all mixed."""
     examples, mixed = sizes
-    added = f" and {mixed - examples} that its defence adds" if mixed > examples else ""
-    whose = f"{{}} of {mixed} {kind.plural} of a client{added}"
+    whose = f"{{}} of {mixed} {kind.plural} of a client"
+    if mixed > examples:
+        whose = f"{{}} of {mixed} {kind.plural} ({examples} of a client and {mixed - examples} that its defence adds)"
     proof = Remark(f"{whose} are certified by the zeros of their errors", tuple(certified))
     words = f"{whose} have errors of their own; the mean {kind.noun} stands for the others"
     return (*((proof,) if relu else ()), Remark(words, tuple(counts), mixed))
