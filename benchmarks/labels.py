@@ -40,7 +40,7 @@ DEFENCES = ("none", "dp(clip=20, sigma=1e-3)", "prune(0.99)")
 PUBLIC = 2000
 """Public images that an attacker has who has any."""
 TARGETS = 4000
-"""Training images, neither public nor trained on, that batches are drawn from."""
+"""Training images that batches are drawn from, at most half of them; attackers have the others, models learn those."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ def opened(experiment: Experiment, folder: str | None, examples: int) -> Splits:
         return load("digits")
     public = max(examples, PUBLIC)
     data, _ = load(experiment.data, data_dir=folder, limit_public=public + TARGETS, limit_private=1)
-    return Splits(data.subset(range(public)), data.subset(range(public, public + TARGETS)))
+    cut = max(len(data) - TARGETS, len(data) // 2)
+    return Splits(data.subset(range(cut)), data.subset(range(cut, len(data))))
 
 
 def trained(net: nn.Module, data: Dataset, steps: int, lr: float, key: Key) -> None:
