@@ -23,7 +23,7 @@ PRIVATE = "dp(clip=1, sigma=2)"
 
 @pytest.fixture(scope="module")
 def audit(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    attacks = ["cdia(iterations=6)", "learned(epochs=1)", "analytic(prior=public)"]
+    attacks = ["cdia(iterations=6)", "learned(epochs=1, width=8, features=16)", "analytic(prior=public)"]
     chosen = config(
         data={"name": "faces", "size": 16},
         model={"name": "mlp"},

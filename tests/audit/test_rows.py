@@ -94,7 +94,7 @@ def test_a_table_from_python_is_audited_like_one_from_a_file() -> None:
         generator=torch.Generator().manual_seed(0),
         example=rows.public.space.model_facts(),
     )
-    result = audit(model, rows.private, attacks=["adaptive"], public=rows.public, target_clients=4)
+    result = audit(model, rows.private, attacks=["adaptive"], public=rows.public, target_clients=4, iterations=20)
     assert result.verdicts[0].identifiable == 4
     assert result.verdicts[0].best.words.noun == "row"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,15 +28,24 @@ SAID = ["--set", "model.name=lenet-zhu", "--set", "data.classes=10", "--set", "d
 UNNAMED = ["audit", "--observed", "seen", *SAID, "--set", "data.size=16", "--iterations", "4"]
 
 
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two clients of a training, recorded without the truth, and one with it."""
+    folder = tmp_path_factory.mktemp("recorded")
+    (folder / "mine.toml").write_text(AUDIT)
+    file = folder / "little.toml"
+    file.write_text(TRAINING)
+    words = ["train", str(file), "--threads", "1", "--fresh", "--out", str(folder / "training")]
+    assert run([*words, "--record", str(folder / "seen"), "--record-client", "1", "--record-client", "2"]) == 0
+    assert run([*words, "--record", str(folder / "told"), "--record-client", "1", "--record-truth"]) == 0
+    return folder
+
+
 @pytest.fixture
-def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder where two clients of a training were recorded without the truth, and one with it."""
+def seen(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the records, where the commands run."""
+    shutil.copytree(recorded, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "little.toml").write_text(TRAINING)
-    (tmp_path / "mine.toml").write_text(AUDIT)
-    words = ["train", "little.toml", "--threads", "1", "--fresh"]
-    assert run([*words, "--record", "seen", "--record-client", "1", "--record-client", "2"]) == 0
-    assert run([*words, "--record", "told", "--record-client", "1", "--record-truth"]) == 0
     return tmp_path
 
 

@@ -202,9 +202,9 @@ def test_wire_error_escapes_untrusted_names() -> None:
 
 
 def test_decode_of_mutated_bytes_raises_or_stays_within_memory() -> None:
-    ended, worst = fuzz(10_000, 1)
-    assert sum(ended.values()) == 10_000
-    assert ended["decoded"] > 250
+    ended, worst = fuzz(4_000, 1)
+    assert sum(ended.values()) == 4_000
+    assert ended["decoded"] > 100
     assert len(ended) > 15
     assert worst <= 1
 
