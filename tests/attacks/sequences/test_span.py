@@ -132,14 +132,21 @@ def test_a_batch_of_more_tokens_than_directions_is_no_evidence_of_protection(ran
     assert attack([observation], client, Knowledge(SPACE, 2), Key(0)).status == ("diverged",)
 
 
-def test_a_full_span_of_hidden_units_solves_for_no_sentence():
-    # 8 texts have more tokens than the perceptron has outputs, so its gradient shows nothing of their hidden units.
-    model = initialise(small_encoder(vocabulary=WORDS, length=LENGTH, width=32), torch.Generator().manual_seed(0))
-    client, observation = seen(model, texts(8), torch.arange(8) % 2)
-    search = SpanSearch(SpanAttack(), observation, 0, client, Knowledge(SPACE, 2), SPACE, None)
+def test_a_batch_of_more_tokens_than_the_perceptron_has_outputs_is_recovered():
+    model = initialise(small_encoder(vocabulary=WORDS, length=24, width=96), torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.zeros(5, 24, dtype=torch.long)
+    for row, length in zip(ids, (17, 18, 20, 20, 19), strict=True):
+        row[:length] = torch.randint(3, 60, (length,), generator=generator)
+        row[0], row[length] = 1, 2
+    client, observation = seen(model, ids, torch.arange(5) % 2)
+    space = TextSpace((24,), SPACE.vocabulary, padding=0, start=1, end=2)
+    search = SpanSearch(SpanAttack(), observation, 0, client, Knowledge(space, 2), space, None)
     hidden = search._hidden()
     assert hidden is not None
-    assert not hidden.exact
+    assert hidden.rank == 95 < int((ids != 0).sum())
+    found = {tuple(one.words.tolist()) for one in search.recovered() if one.proved}
+    assert found == {tuple(row[row != 0].tolist()) for row in ids}
 
 
 def test_a_model_without_known_layers_is_refused_with_a_remedy():

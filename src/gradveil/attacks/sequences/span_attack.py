@@ -24,7 +24,7 @@ from gradveil.attacks.sequences.sentence_search import MEMBER as SECOND_MEMBER
 from gradveil.attacks.sequences.sentence_search import LogPrior, Sentence, SentenceSearch, distinct
 from gradveil.attacks.sequences.token_answers import attention_problems, padded, text_space, token_targets
 from gradveil.attacks.sequences.token_candidates import DROPPED_MEMBER, Candidates, rank_words, with_dropped
-from gradveil.attacks.sequences.token_companions import TokenCompanions
+from gradveil.attacks.sequences.token_companions import NEAR, TokenCompanions
 from gradveil.attacks.sequences.token_span import TOLERANCE, TokenSpan, is_pruned, token_span
 from gradveil.attacks.sequences.word_prior import word_pairs
 from gradveil.attacks.sequences.word_rows import WordRows
@@ -49,6 +49,8 @@ _FITS = 0.02
 """Largest rest of the tokens of a sentence that is worth a subtraction, where rounding blurs the hidden units' span."""
 _TRIES = 40
 """Tokens per example from which a sentence is solved for."""
+_CROWDED = 16
+"""Tries that one counts for where the units lie only near their span: it takes longer, and fails more often."""
 _SCHEDULE = ((8, 12), (16, 32), (24, 64))
 """Width of the beam and words per position, tried in this order until a sentence is proved."""
 _MANY = 4
@@ -206,10 +208,13 @@ class SpanSearch:
             left = self.seen.examples - len(found)
             sentence, smaller = None, None
             for anchor in self._anchors(system, left, [] if subtracts else found):
-                tries -= 1
+                tries -= _CROWDED if system.crowded else 1
                 solved = system.solve(anchor)
                 known = {tuple(one.words.tolist()) for one in found}
-                if solved.largest < _FITS and tuple(system.words[solved.places].tolist()) not in known:
+                if (
+                    solved.largest < (NEAR if system.crowded else _FITS)
+                    and tuple(system.words[solved.places].tolist()) not in known
+                ):
                     sentence = self._searching(system.candidates, left, _RANKED, None).measured(
                         system.words[solved.places]
                     )
@@ -217,7 +222,7 @@ class SpanSearch:
                     if smaller is not None or solved.largest < SECOND_MEMBER:
                         break
                     sentence = None
-                if not tries:
+                if tries <= 0:
                     break
             if sentence is None:
                 break
@@ -235,7 +240,16 @@ class SpanSearch:
         residuals = torch.where(listed.residuals < MEMBER, listed.residuals, torch.inf)
         listed = Candidates(listed.words, residuals)
         perceptron = self._site() != self.layout.out
-        return TokenCompanions(self.model, self.layout, self.params, listed, hidden, self.space.end, perceptron)
+        return TokenCompanions(
+            self.model, self.layout, self.params, listed, hidden, self.space.end, perceptron, self._crowded(hidden)
+        )
+
+    def _crowded(self, hidden: TokenSpan) -> bool:
+        """Report whether there may be more tokens than outputs, so that their units lie near the span, not in it.
+
+        A normalisation behind the layer takes one direction from its errors.
+        """
+        return hidden.rank >= len(self.rest[f"{self._site()}.weight".format(0)]) - 1
 
     def _site(self) -> str | None:
         """Return the path of the layer whose inputs are solved for: the perceptron's second, or attention's last."""
@@ -254,9 +268,7 @@ class SpanSearch:
         if self.units is None or self.units[0] is not gradient:
             tokens = self.seen.examples * self.space.shape[0]
             tolerance = _rounding([gradient], [self.seen.update[name][self.client]], _FINE)
-            units = token_span([gradient], tokens, gradient.dtype, tolerance)
-            # A normalisation behind the layer takes one direction from its errors: all others are a full space.
-            self.units = gradient, replace(units, exact=units.exact and units.rank < len(gradient) - 1)
+            self.units = gradient, token_span([gradient], tokens, gradient.dtype, tolerance)
         return self.units[1]
 
     def _anchors(self, system: TokenCompanions, left: int, found: Sequence[Sentence]) -> list[int]:
@@ -454,14 +466,17 @@ class SpanSearch:
         Of the labels, that one is right which leaves the smallest rank.
         """
         best: tuple[int, Tensors, tuple[Tensor, TokenSpan] | None] | None = None
-        rank = self._directions()
+        hidden = self._hidden()
+        # A crowded span stays full; the first layer's loses the words that no other sentence has.
+        of_units = hidden is not None and hidden.exact and not self._crowded(hidden)
+        rank = self._directions(of_units)
         before, units = self.rest, self.units
         ids = padded([sentence.words], 1, self.space)
         for label in range(min(self.knowledge.classes, _LABELS)):
             # `_directions` reads self.rest and self.units: they are set for each label, and restored below.
             update = self._simulated(ids, label)
             self.rest = {name: self._without(name, value, update[name]) for name, value in before.items()}
-            left = self._directions()
+            left = self._directions(of_units)
             if best is None or left < best[0]:
                 best = (left, self.rest, self.units)
         self.rest, self.units = before, units
@@ -470,10 +485,10 @@ class SpanSearch:
         self.rest, self.units = best[1:]
         return self.span(0, self.seen.examples)
 
-    def _directions(self) -> int:
+    def _directions(self, of_units: bool) -> int:
         """Return how many directions the rest of the update fills: one per token in the hidden units' span."""
-        hidden = self._hidden()
-        return hidden.rank if hidden is not None and hidden.exact else self.span(0, self.seen.examples).rank
+        hidden = self._hidden() if of_units else None
+        return self.span(0, self.seen.examples).rank if hidden is None else hidden.rank
 
     def _without(self, name: str, value: Tensor, update: Tensor) -> Tensor:
         """Subtract one sentence's gradient; rows of an embedding that only rounding leaves become 0."""

@@ -33,6 +33,8 @@ _SOLVED = 3e-4
 """Largest rest of an equation that counts as solved; the other solutions of one token's equations end at 1e-3."""
 _ANCHORS = (1, 4, 7, 10, 13)
 """Tokens whose equations are solved together, tried in this order."""
+NEAR = 0.2
+"""Largest rest of a sentence in a crowded span: true ones leave up to this, wrong ones half of their units."""
 _LIKELY = 0.7
 """Least share of a word whose equations are added."""
 _ONE_WORD = 0.1
@@ -66,6 +68,8 @@ class TokenCompanions:
     end: int | None = None
     perceptron: bool = True
     """The span is that of the hidden units; False: of what the heads give, where the perceptron is frozen."""
+    crowded: bool = False
+    """More tokens than directions: units lie near the span only, and those of wrong words farther away."""
     places: Tensor = field(init=False)
     """The position of each candidate [n]."""
     words: Tensor = field(init=False)
@@ -102,14 +106,24 @@ class TokenCompanions:
         shares = 1 / self._occupied.sum(1)[self.places].clamp_min(1)
         shares[self.places == self.places[anchor]] = 0
         shares[anchor] = 1
-        rest = torch.inf
+        best = None
         for count in _ANCHORS:
             anchors = [anchor, *self._fitting(anchor, shares)[: count - 1]] if count > 1 else [anchor]
             shares, rest = self._descended(anchors, shares)
-            if rest < _SOLVED or rest > _HOPELESS[1]:
+            words = self._likeliest(shares)
+            found = SolvedSentence(words, rest, self._largest(words))
+            # In a crowded span no rest is small: more equations are added as long as the words fit better.
+            if self.crowded and best is not None and found.largest >= best.largest:
                 break
-        words = self._likeliest(shares)
-        return SolvedSentence(words, rest, self._largest(words))
+            best = found
+            if rest < _SOLVED or rest > self._hopeless:
+                break
+        assert best is not None
+        return best
+
+    @property
+    def _hopeless(self) -> float:
+        return 2 * _HOPELESS[1] if self.crowded else _HOPELESS[1]
 
     def _descended(self, anchors: list[int], shares: Tensor) -> tuple[Tensor, float]:
         """Take Gauss-Newton steps for the equations of some tokens; return the shares and the largest rest."""
@@ -120,7 +134,7 @@ class TokenCompanions:
         for step in range(_STEPS):
             parts = [self._equations(anchor, shares) for anchor in anchors]
             largest = max(float(rest.norm()) for _, rest in parts)
-            if largest > _STALLED * before or (step >= _HOPELESS[0] and largest > _HOPELESS[1]):
+            if largest > _STALLED * before or (step >= _HOPELESS[0] and largest > self._hopeless):
                 break
             before = largest
             matrix, rest = torch.cat([one for one, _ in parts])[:, free], torch.cat([rest for _, rest in parts])
