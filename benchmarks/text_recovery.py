@@ -28,7 +28,6 @@ from torch import Tensor
 
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.protocol import Observation
-from gradveil.attacks.sequences.embedding_rows import EmbeddingRows
 from gradveil.attacks.sequences.embedding_search import EmbeddingSearch
 from gradveil.attacks.sequences.span_attack import SpanAttack
 from gradveil.attacks.sequences.token_candidates import Candidates, rank_words, with_dropped
@@ -45,11 +44,7 @@ from gradveil.nn.token_layout import TokenModel, own_loss
 from gradveil.spaces import TextSpace
 
 LENGTH, TRIED = 32, 384
-ATTACKS = {
-    "span-rank": partial(SpanAttack, ranked=True),
-    "embedding-search": EmbeddingSearch,
-    "embedding-rows": EmbeddingRows,
-}
+ATTACKS = {"span-rank": partial(SpanAttack, ranked=True), "embedding-search": EmbeddingSearch}
 
 
 def minilm(folder: Path, dropout: float) -> TokenModel:
@@ -133,7 +128,7 @@ def measured(
     only = () if options.rows else ("attention", "head", "classifier")
     client = Client(model, loss=own_loss) if model.layout.causal else Client(model)
     known = Knowledge(space, 2, public=Batch(public, torch.zeros(len(public), dtype=torch.long)))
-    attack = ATTACKS[options.attack](**({} if options.attack == "embedding-rows" else {"rows": options.rows}))
+    attack = ATTACKS[options.attack](rows=options.rows)
     generator, scores, seconds, places = torch.Generator().manual_seed(0), [], [], []
     for number, batch in enumerate(batches, 1):
         update = defended(gradient(model.train(), batch, only), options.defence, generator)
