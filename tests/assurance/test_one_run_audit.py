@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gradveil.assurance.one_run_audit import one_run_audit, rehearsed_run
-from gradveil.client import Client
+from gradveil.client import Client, Local
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
@@ -26,6 +26,23 @@ def test_update_with_hardly_any_noise_violates_its_claim() -> None:
     found = rehearsed_run(parse("dp(clip=0.1, sigma=1e-5)")(Client(Tiny())), BATCH, 40, claimed=1.0)
     assert found.violated
     assert found.found > 1.2
+
+
+LOCAL = Local(batch=12, lr=0.05, steps=10, sampling="poisson")
+
+
+def test_canaries_in_a_clients_own_training_are_found_and_honest_noise_is_consistent() -> None:
+    honest = rehearsed_run(parse("dp(clip=1, sigma=0.5)")(Client(Tiny(), local=LOCAL)), BATCH, 80)
+    faulty = rehearsed_run(parse("dp(clip=0.1, sigma=1e-5)")(Client(Tiny(), local=LOCAL)), BATCH, 80, claimed=0.5)
+    assert not honest.violated
+    assert faulty.violated
+
+
+def test_local_training_with_fixed_batches_is_refused() -> None:
+    client = parse("dp(clip=1, sigma=1)")(Client(Tiny(), local=Local(batch=2, lr=0.1, steps=2)))
+    with pytest.raises(GradveilError) as caught:
+        rehearsed_run(client, BATCH, 40)
+    assert caught.value.problems[0].where == "client"
 
 
 def test_surest_guesses_say_more_of_honest_noise_than_all() -> None:

@@ -8,11 +8,12 @@ replay, so it also audits updates that were recorded from a running client. It i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from gradveil.assurance.canaries import SCALES, flat, noise_inputs, noiseless
+from gradveil.assurance.canaries import SCALES, flat, noise_inputs, noiseless, unsupported
 from gradveil.assurance.replay_audit import EpsilonAudit, promised
 from gradveil.client import Client
 from gradveil.core.errors import Problem, refuse
@@ -45,11 +46,12 @@ def one_run_audit(
     delta: float = 1e-5,
     claimed: float | None = None,
 ) -> EpsilonAudit:
-    """Bound the epsilon of one gradient that a client sent, per example, from which canaries were in it.
+    """Bound the epsilon of one update that a client sent, per example, from which canaries were in it.
 
-    The client sent the gradient of `others` and of those `canaries` for which `included` [m] is true, each chosen by a
-    fair coin. `params` are those that it received, by default its model's own. `guesses`, an even number to be chosen
-    before the run, is how many canaries are guessed about: half of them in, half out. By default there are two tests,
+    The client sent the gradient of `others`, or trained on them with Poisson sampling, and on those `canaries` for
+    which `included` [m] is true, each chosen by a fair coin. `params` are those that it received, by default its
+    model's own. `guesses`, an even number to be chosen before the run, is how many canaries are guessed about: half of
+    them in, half out. By default there are two tests,
     of the surest tenth and of all, each at half of the error: the first says most where noise is as claimed, the second
     where there is next to none.
     """
@@ -64,9 +66,10 @@ def one_run_audit(
     whole = Batch(*(torch.cat(parts) for parts in zip(*kept, strict=True)))
     promise = promised(client, whole, delta, claimed, "example")
     params = client.params() if params is None else params
-    quiet = noiseless(client, Batch(canaries.inputs[:1], canaries.targets[:1]))
+    # Of local training, the first step's gradients stand for those of all: that costs sharpness, not validity.
+    quiet = noiseless(replace(client, local=None), Batch(canaries.inputs[:1], canaries.targets[:1]))
     rows = _each(quiet, params, canaries)
-    seen = len(whole.targets) * flat({name: update[name] for name in client.trained()})
+    seen = _times(client, whole) * flat({name: update[name] for name in client.trained()})
     # What all canaries have in common says nothing about any; the others' gradient is known to this attacker.
     rest = seen - 0.5 * rows.sum(0)
     if others is not None:
@@ -134,10 +137,22 @@ def _each(client: Client, params: Tensors, canaries: Batch) -> Tensor:
     return torch.cat(found)
 
 
+def _times(client: Client, batch: Batch) -> float:
+    """Return the factor from an update to the sum of the gradients of all examples."""
+    count, local = len(batch.targets), client.local
+    # A step draws batch of N examples, divides their sum by batch, and moves by lr: lr T / N times the sum in T steps.
+    return count if local is None else count / (local.lr * local.count(count))
+
+
 def _noise(client: Client, batch: Batch) -> float:
     """Return the standard deviation of the noise on the sum, as the client declares it."""
     sound = [each for each in examine(client, batch).sound if each.unit == "example"]
-    return sound[0].multiplier * sound[0].bound * len(batch.targets) if sound else 0.0
+    if not sound:
+        return 0.0
+    count, local = len(batch.targets), client.local
+    # The noise of T steps is sqrt(T) times one step's, and stands beside lr T / N times the sum.
+    share = 1.0 if local is None else local.batch / count * sound[0].sums ** 0.5
+    return sound[0].multiplier * sound[0].bound * (count if local is None else local.batch) / share
 
 
 def _problems(
@@ -148,8 +163,9 @@ def _problems(
     chosen: Sequence[int],
     others: Batch | None,
 ) -> Iterator[Problem]:
-    if client.local is not None or client.members > 1:
-        yield Problem("client", "trains locally, or is a group", "audit a client that sends one gradient")
+    if reasons := unsupported(client, "example"):
+        remedy = "audit the same defence with client.members=1 and one gradient, or local.sampling = poisson"
+        yield Problem("client", " and ".join(reasons), remedy)
     if missing := [name for name in client.trained() if name not in update]:
         yield Problem("update", f"lacks {', '.join(missing)}", "give every trained parameter")
     if included.shape != (count,):
