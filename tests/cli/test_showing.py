@@ -29,7 +29,7 @@ WORDS = [
     "--set",
     "data.size=16",
     "--target-clients",
-    "2",
+    "1",
     "--workers",
     "1",
 ]
@@ -161,7 +161,7 @@ def test_attack_that_does_not_apply_has_a_reason_and_others_run(
 
 @pytest.mark.parametrize("model", ["lenet-zhu", "scheliga-cnn"])
 def test_chain_warning_is_true(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["audit", "faces", "--set", f"model.name={model}", "--target-clients", "2", "--workers", "1", "--json"]
+    words = ["audit", "faces", "--set", f"model.name={model}", "--target-clients", "1", "--workers", "1", "--json"]
     words += ["--set", "cost="]
     for name in ("ig(iterations=1)", "r-gap"):
         assert run([*words, "--defence", "none", "--attack", name, "--out", name[:2]]) == 0
