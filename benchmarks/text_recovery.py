@@ -184,6 +184,8 @@ def curves(rows: list[dict[str, Any]], file: Path) -> None:
             shares = [100 * row[f"first_{count}"] for row in chosen]
             axis.plot(amounts, shares, marker=marker, label="first" if count == 1 else f"among the first {count}")
         axis.set(xscale="log", xlabel=title, ylim=(0, 103))
+        axis.set_xticks(amounts, [f"{amount:g}" for amount in amounts])
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("true words, %")
     axes[0].legend(loc="lower left")
