@@ -39,7 +39,9 @@ from gradveil.metrics import metric
 from gradveil.nn import surgery
 from gradveil.nn.check import check
 from gradveil.nn.module_paths import called
+from gradveil.nn.stochastic import switched_off
 from gradveil.nn.weight_files import misfits, read_weights
+from gradveil.theory.input_jacobian import squared_row_norms
 
 
 def model_problems(experiment: Experiment) -> list[Problem]:
@@ -172,7 +174,7 @@ def _obstacles(experiment: Experiment) -> Iterator[Problem | _Meeting]:
                 yield from (replace(p, where=f"defences[{i}] '{text}', {where}: {p.where}") for p in found)
                 if any(p.severity == "error" for p in found):
                     continue
-                client.noise_spec(client.params(), first)
+                yield from _derivative_problems(client, first, f"defences[{i}] '{text}', {where}")
                 if experiment.source.simulated:
                     yield from _speaker_problems(experiment, index, client, f"defences[{i}] '{text}', {where}")
                 attacks = met(config, text)
@@ -187,6 +189,23 @@ def _obstacles(experiment: Experiment) -> Iterator[Problem | _Meeting]:
                     raise
                 yield from (replace(p, where=called(client.model, p.where)) for p in found)
                 return
+
+
+def _derivative_problems(client: Client, batch: Batch, where: str) -> Iterator[Problem]:
+    """Differentiate once by word embeddings if the defence does: the checks of a model do so by numbers only."""
+    spec = client.noise_spec(client.params(), batch)
+    gradient, model = client.pipeline.gradient, client.model
+    if batch.inputs.is_floating_point() or all(name.rsplit(".", 1)[-1] != "probe" for name in spec):
+        return
+    context = gradient.context(client.params(), batch, switched_off(model, batch.inputs))
+    assert context.gradient is not None
+    probe = context.perturbation.zeros(batch.inputs).unsqueeze(0)
+    try:
+        squared_row_norms(context.gradient, batch, probe, perturbation=context.perturbation)
+    except UNFIT as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        what = f"differentiates the gradient by the word embeddings, which fails: {type(error).__name__}: {first}"
+        yield Problem(where, what, "compute attention by its formula: --set model.prepare=true; or leave it out")
 
 
 _TARGETS = {

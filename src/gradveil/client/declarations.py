@@ -17,6 +17,7 @@ from gradveil.core.noise import NoiseSpec
 from gradveil.core.tree import Tensors, single, under, wide
 from gradveil.core.types import Batch, Transform
 from gradveil.nn.stochastic import model_noise
+from gradveil.nn.token_layout import perturbation_of
 
 
 class NoiseParts(NamedTuple):
@@ -62,7 +63,7 @@ class Declared:
         batches, examples, dtype = self.pipeline.batches, len(batch.inputs), _precision(batch, sent)
         local, send, (each, mean) = batches.local, self.pipeline.send, split(self.pipeline.gradient.step)
         once = self.pipeline.private.layers | (local.drawn(examples) if local else batches.spec(batch))
-        once = once.to(dtype) | (_of_slot(send, sent, batch).under("send") if send else NoiseSpec())
+        once = once.to(dtype) | (self._of_slot(send, sent, batch).under("send") if send else NoiseSpec())
         size = local.at_once(examples) if local else examples
         shown = Batch(batch.inputs[:size], batch.targets[:size])
         step = model_noise(self.pipeline.gradient.objective.model, shown.inputs).under("model")
@@ -70,8 +71,15 @@ class Declared:
         if each is not None:
             step = step | each.noise(wide(sent)).to(single(dtype)).times(size).under("step")
         if mean is not None:
-            step = step | _of_slot(mean, sent, shown).under("step")
+            step = step | self._of_slot(mean, sent, shown).under("step")
         return NoiseParts(once, step, batches.spec(batch, "epoch").to(dtype) if local else NoiseSpec())
+
+    def _of_slot(self, slot: Transform, sent: Tensors, batch: Batch) -> NoiseSpec:
+        """Declare what a transform of the mean update draws."""
+        dtype = single(_precision(batch, sent))
+        perturbation = perturbation_of(self.pipeline.gradient.objective.model)
+        shown = Batch(perturbation.zeros(batch.inputs).to(dtype), batch.targets)
+        return (slot.noise(wide(sent)) | slot.directions(shown)).to(dtype)
 
     def intermediates(self, sent: Tensors) -> NoiseSpec:
         """Declare the intermediates of the sent update (masks, scales) that an attacker may pin through the noise."""
@@ -104,10 +112,3 @@ def _precision(batch: Batch, sent: Tensors) -> torch.dtype:
     """Return the dtype of the inputs, or that of the parameters where the inputs are token numbers."""
     inputs = batch.inputs
     return inputs.dtype if inputs.is_floating_point() or not sent else next(iter(sent.values())).dtype
-
-
-def _of_slot(slot: Transform, sent: Tensors, batch: Batch) -> NoiseSpec:
-    """Declare what a transform of the mean update draws."""
-    dtype = single(_precision(batch, sent))
-    shown = Batch(batch.inputs.to(dtype), batch.targets)
-    return (slot.noise(wide(sent)) | slot.directions(shown)).to(dtype)

@@ -19,6 +19,7 @@ from gradveil.gradients.input_sensitivity import example_squared_row_norms
 from gradveil.gradients.objective import Objective, example_gradients, last_inputs, mean_gradient
 from gradveil.gradients.per_client import obstacle, per_client_gradients, weighted_sum
 from gradveil.nn.stochastic import switched_off
+from gradveil.nn.token_layout import perturbation_of
 
 _SHOWN = 4
 """Examples whose gradients are computed both ways before the sweep that makes none of them is trusted."""
@@ -283,7 +284,17 @@ class DefendedGradient:
 
         public = Public(self.domain, of_public, batch.inputs.shape[0]) if self.domain else None
         return Context(
-            params, batch, inner, gradient, features, sensitivity, messages or {}, public, loss=loss, predict=predict
+            params,
+            batch,
+            inner,
+            gradient,
+            features,
+            sensitivity,
+            messages or {},
+            public,
+            loss=loss,
+            predict=predict,
+            perturbation=perturbation_of(objective.model),
         )
 
     def _single(self) -> Objective:

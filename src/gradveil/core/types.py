@@ -7,7 +7,8 @@ steps, B batch, C H W channels and image size, K classes, P entries of a paramet
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -86,6 +87,20 @@ class Features(NamedTuple):
     values: Tensor
 
 
+class InputPerturbation:
+    """Perturbations of a batch's inputs, by which gradients and features are differentiated: here, of numbers."""
+
+    def zeros(self, inputs: Tensor) -> Tensor:
+        """Return the perturbation that changes nothing: its shape begins with that of the batch."""
+        return torch.zeros_like(inputs)
+
+    @contextmanager
+    def added(self, batch: Batch, perturbation: Tensor) -> Generator[Batch]:
+        """Yield the perturbed batch, which models may be run on within the context only."""
+        # Forward mode of GroupNorm raises for channels-last images.
+        yield Batch(batch.inputs.contiguous() + perturbation, batch.targets)
+
+
 @dataclass(frozen=True)
 class Public:
     """Computations on public examples. They contain nothing private to the client."""
@@ -111,8 +126,8 @@ class Context:
     gradient: Callable[[Batch], Tensors] | None = None
     features: Callable[[Batch], Features] | None = None
     sensitivity: Callable[[Tensor, Tensor], Tensors] | None = None
-    """(directions [N, C, H, W], an offset in [0, 1)) -> estimates of ||dg_i/dx||^2 of the client's mean gradient g and
-    its batch x, from derivatives of single examples' gradients."""
+    """(directions [N, C, H, W] or [N, T, d], an offset in [0, 1)) -> estimates of ||dg_i/dx||^2 of the client's mean
+    gradient g and its batch x, from derivatives of single examples' gradients."""
     messages: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Public messages of the round (a broadcast mask, say), the same for all clients: attackers see them too."""
     public: Public | None = None
@@ -125,6 +140,8 @@ class Context:
     """(trained parameters) -> the client's mean loss on its batch."""
     predict: Callable[[Tensor], Tensor] | None = None
     """(inputs of the batch's shape) -> the model's outputs."""
+    perturbation: InputPerturbation = field(default_factory=InputPerturbation)
+    """What gradients and features are differentiated by: the inputs, or the word embeddings of texts."""
 
     @property
     def divisor(self) -> int:
@@ -194,7 +211,10 @@ class Transform(ABC):
         return NoiseSpec()
 
     def directions(self, batch: Batch) -> NoiseSpec:
-        """Declare the random tensors whose shapes depend on the batch; not for per-example transforms."""
+        """Declare the random tensors whose shapes depend on the batch; not for per-example transforms.
+
+        Of texts the batch holds word embeddings [B, T, d], see `Context.perturbation`; values are of no account.
+        """
         return NoiseSpec()
 
     @abstractmethod

@@ -14,7 +14,7 @@ from gradveil.core.errors import fail
 from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Normal, Uniform
 from gradveil.core.settings import Checked, Positive, Range, Strength
 from gradveil.core.tree import Tensors, counter, select, straight_through, tmap, under
-from gradveil.core.types import Batch, Context, Stage, Transform
+from gradveil.core.types import Context, Stage, Transform
 from gradveil.defences.entry import PRUNED, DefenceEntry
 from gradveil.defences.pruning import below, smallest_mask
 
@@ -29,8 +29,9 @@ class Soteria(Checked, Transform):
     """Zero the columns of the last linear layer's weight gradient whose q_f is below the p-th percentile.
 
     q_f = sum over the batch of ||dr_f/dx_b|| / (|r_bf| + delta), where r_b [F] is what that layer takes for example b
-    (Sun et al. 2021, after their sec. 4). Biases and other layers stay. Of equal features the first go first, and
-    ceil(p (F - 1) / 100) go, as a percentile has it. delta = 0.1 is the authors' program's.
+    (Sun et al. 2021, after their sec. 4); x_b of a text are its word embeddings. Biases and other layers stay. Of equal
+    features the first go first, and ceil(p (F - 1) / 100) go, as a percentile has it. delta = 0.1 is the authors'
+    program's.
 
     `variant="published_code"` divides by r_bf + delta, and zeroes where |q_f| is below the percentile of the signed q:
     the same wherever features are above -delta, but for ties; where many are negative, fewer columns go, or none.
@@ -91,15 +92,16 @@ class Soteria(Checked, Transform):
         if context.features is None:
             what = "needs the features of the client's model, and its context has none"
             raise fail("soteria", what, "use it where the mean over the batch is defended, by a Client")
-        features, targets = context.features, context.batch.targets
+        features, still = context.features, context.batch._replace(inputs=context.batch.inputs.detach())
         layer = ""
 
-        def values(inputs: Tensor) -> Tensor:
+        def values(perturbation: Tensor) -> Tensor:
             nonlocal layer
-            layer, found = features(Batch(inputs, targets))
+            with context.perturbation.added(still, perturbation) as batch:
+                layer, found = features(batch)
             return found
 
-        r, pull = vjp(values, context.batch.inputs.detach())[:2]
+        r, pull = vjp(values, context.perturbation.zeros(still.inputs))[:2]
         if r.dim() != 2:
             what = f"takes features [B, F], and '{layer}' is given {tuple(r.shape)}"
             raise fail("soteria", what, "end the model with a linear classifier of one vector an example")

@@ -3,7 +3,7 @@
 After Chen, Gürsoy and Lei 2024, "Optimal Defenses Against Gradient Reconstruction Attacks": both minimise the
 information sum_i ||dg_i/dx||^2 / s_i^2 that the update g has of the inputs x, under a bound of the utility lost. The
 row norms are estimated by forward-mode products with random directions, as named noise
-(`gradveil.theory.input_jacobian`).
+(`gradveil.theory.input_jacobian`). Of texts, x are the word embeddings of their tokens.
 
 With local training the norms are those of the gradient of all examples at the round's global parameters, with the
 model's own noise (dropout) switched off, and stand in for those of the update. Of defences of each example that come
@@ -111,7 +111,7 @@ class Probing(Transform):
             return context.sensitivity(noise["probe"], noise["offset"])
         if context.gradient is None:
             raise self._no_gradient()
-        return squared_row_norms(context.gradient, context.batch, noise["probe"])
+        return squared_row_norms(context.gradient, context.batch, noise["probe"], perturbation=context.perturbation)
 
     def _no_gradient(self) -> GradveilError:
         what = "needs the client's gradient, and its context has none"
@@ -170,7 +170,8 @@ class Fitted(Checked, Probing):
         squares: list[Tensors] = []
         found: list[Tensors] = []
         for batch in domain.batches(context.public.size, self.batches):
-            squares.append(tmap(torch.detach, squared_row_norms(gradient, batch, probe)))
+            rows = squared_row_norms(gradient, batch, probe, perturbation=context.perturbation)
+            squares.append(tmap(torch.detach, rows))
             found.append(tmap(torch.detach, gradient(batch)))
         return squares, found
 

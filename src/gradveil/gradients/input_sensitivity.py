@@ -1,4 +1,4 @@
-"""Sensitivity of a gradient to the inputs: derivatives of per-example gradients.
+"""Sensitivity of a gradient to the inputs, or to the word embeddings of texts: derivatives of per-example gradients.
 
 The mean gradient of B examples has ||dg_i/dX||^2 = B^-2 sum_b ||dg_i^(b)/dx_b||^2, as examples meet in the mean only.
 A direction of the whole batch adds the examples' derivatives up before they are squared, so that one direction is one
@@ -26,6 +26,7 @@ from gradveil.gradients.objective import Objective, mean_gradient
 from gradveil.gradients.per_client import obstacle
 from gradveil.gradients.recorder import Recorder, Unsupported, dual, unpacked
 from gradveil.nn.stochastic import collect_penalties
+from gradveil.nn.token_layout import perturbation_of
 
 EVEN = 0.1
 """The share of the directions that goes to all examples alike."""
@@ -90,14 +91,18 @@ def reference(
     factor: Tensor,
 ) -> Tensors:
     """Return sum_n f_n (J_n v_n)_i^2 by `vmap` over examples [N, ...]; can be differentiated, and runs under `vmap`."""
+    perturbation = perturbation_of(objective.model)
 
     def product(inputs: Tensor, targets: Tensor, own: Tensors, direction: Tensor) -> Tensors:
         inner = {name: value.unsqueeze(0) for name, value in own.items()}
+        still = Batch(inputs.unsqueeze(0), targets.unsqueeze(0))
 
-        def gradient(x: Tensor) -> Tensors:
-            return mean_gradient(objective, trained, frozen, Batch(x.unsqueeze(0), targets.unsqueeze(0)), inner)
+        def gradient(added: Tensor) -> Tensors:
+            with perturbation.added(still, added) as moved:
+                return mean_gradient(objective, trained, frozen, moved, inner)
 
-        return jvp(gradient, (inputs,), (direction,))[1]
+        start = perturbation.zeros(still.inputs).to(direction.dtype)
+        return jvp(gradient, (start,), (direction.unsqueeze(0),))[1]
 
     load_forward_mode()
     entries = sum(value.numel() for value in trained.values())
@@ -128,10 +133,15 @@ def _swept(
     load_forward_mode()
     weights = {name: value.detach() for name, value in trained.items()}
     fixed = {name: value.detach() for name, value in frozen.items()}
-    with forward_ad.dual_level(), torch.enable_grad():
-        inputs = dual(batch.inputs.detach(), probe.to(batch.inputs.dtype))
+    perturbation, still = perturbation_of(objective.model), Batch(batch.inputs.detach(), batch.targets)
+    start = perturbation.zeros(still.inputs)
+    with (
+        forward_ad.dual_level(),
+        torch.enable_grad(),
+        perturbation.added(still, dual(start, probe.to(start.dtype))) as moved,
+    ):
         with collect_penalties() as penalties, Recorder(RULES, weights, len(probe), 1, forward_mode=True) as recorder:
-            outputs = objective.outputs({**weights, **fixed}, inputs, noise, checked=True)
+            outputs = objective.outputs({**weights, **fixed}, moved.inputs, noise, checked=True)
         if penalties:
             # The mean over N rows, times N: each row's gradient is that of its own loss.
             total = objective.total(outputs, batch.targets, penalties) * len(probe)

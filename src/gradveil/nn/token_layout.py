@@ -6,7 +6,8 @@ layer, and the inputs of a layer for given tokens. Models that answer them are `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gradveil.core.tree import Tensors
+from gradveil.core.tree import Tensors, single
+from gradveil.core.types import Batch, InputPerturbation
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,45 @@ class TokenModel(nn.Module):
         # Not minus infinity: a row that is hidden as a whole would be NaN behind the softmax.
         least = max(-1e9, torch.finfo(table.dtype).min / 2)
         return torch.zeros(hidden.shape, dtype=table.dtype, device=ids.device).masked_fill(hidden, least)
+
+
+@dataclass(frozen=True)
+class EmbeddingPerturbation(InputPerturbation):
+    """Perturbations [B, T, d] of the word embeddings of texts, which are added where the model looks words up.
+
+    Gradients of the word table remain: their derivative is that of the gradients at the embeddings. Padding is not
+    perturbed.
+    """
+
+    model: TokenModel
+
+    def zeros(self, inputs: Tensor) -> Tensor:
+        """Return zeros for each token, as wide as the word table."""
+        table: Tensor = self._words.get_parameter("weight")
+        return torch.zeros((*inputs.shape, table.shape[1]), dtype=single(table.dtype), device=inputs.device)
+
+    @contextmanager
+    def added(self, batch: Batch, perturbation: Tensor) -> Generator[Batch]:
+        """Add the perturbation to the embeddings of the batch, whenever the model looks them up."""
+        moved = perturbation * (batch.inputs != self.model.layout.padding).unsqueeze(-1)
+
+        def move(_: nn.Module, __: tuple[Any, ...], embedded: Tensor) -> Tensor:
+            return embedded + moved
+
+        handle = self._words.register_forward_hook(move)
+        try:
+            yield batch
+        finally:
+            handle.remove()
+
+    @property
+    def _words(self) -> nn.Module:
+        return self.model.get_submodule(self.model.layout.words)
+
+
+def perturbation_of(model: nn.Module) -> InputPerturbation:
+    """Return what a model's gradients are differentiated by: word embeddings of texts, else the inputs themselves."""
+    return EmbeddingPerturbation(model) if isinstance(model, TokenModel) else InputPerturbation()
 
 
 def next_token_loss(logits: Tensor, ids: Tensor, padding: int) -> Tensor:

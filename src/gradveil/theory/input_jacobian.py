@@ -1,7 +1,7 @@
 """Row norms of the Jacobian dg/dx: how strongly each coordinate of a gradient depends on the inputs.
 
 Optimal defences distribute their noise by these norms (Chen, Gürsoy and Lei 2024, "Optimal Defenses Against Gradient
-Reconstruction Attacks"), and reconstruction bounds sum them.
+Reconstruction Attacks"), and reconstruction bounds sum them. Of texts, x are the word embeddings.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.func import jacfwd, jvp, vjp, vmap
 
 from gradveil.core.noise import Noise, NoiseSpec, Normal
 from gradveil.core.tree import Tensors, norm, root, tmap
-from gradveil.core.types import Batch
+from gradveil.core.types import Batch, InputPerturbation
 from gradveil.gradients.input_sensitivity import load_forward_mode
 
 Gradient = Callable[[Batch], Tensors]
@@ -34,18 +34,29 @@ def probe_noise(batch: Batch, probes: int) -> NoiseSpec:
     return NoiseSpec({"probe": Noise((probes, *inputs.shape), Normal(), neutral=0.0, dtype=inputs.dtype)})
 
 
-def squared_row_norms(gradient: Gradient, batch: Batch, probe: Tensor, at_once: int = AT_ONCE) -> Tensors:
+def squared_row_norms(
+    gradient: Gradient,
+    batch: Batch,
+    probe: Tensor,
+    at_once: int = AT_ONCE,
+    perturbation: InputPerturbation | None = None,
+) -> Tensors:
     """Estimate ||dg_i/dx||^2 of every coordinate i by mean_k (J v_k)_i^2 over K probes v_k ~ N(0, I).
 
-    x is the whole batch. The estimate is unbiased with relative variance 2 / K, and exactly zero for zero rows. It
-    costs K forward-mode products, `at_once` in one batch, is differentiable, and runs under `vmap`.
+    x is the whole batch, or what `perturbation` adds to it. The estimate is unbiased with relative variance 2 / K, and
+    exactly zero for zero rows. It costs K forward-mode products, `at_once` in one batch, is differentiable, and runs
+    under `vmap`.
     """
     load_forward_mode()
-    # Forward mode of GroupNorm raises for channels-last images.
-    inputs = batch.inputs.to(probe.dtype).contiguous()
+    chosen = perturbation or InputPerturbation()
+    start = chosen.zeros(batch.inputs).to(probe.dtype)
+
+    def perturbed(added: Tensor) -> Tensors:
+        with chosen.added(batch, added) as moved:
+            return gradient(moved)
 
     def product(direction: Tensor) -> Tensors:
-        return jvp(lambda x: gradient(Batch(x, batch.targets)), (inputs,), (direction,))[1]
+        return jvp(perturbed, (start,), (direction,))[1]
 
     total: Tensors = {}
     for some in probe.split(at_once):
