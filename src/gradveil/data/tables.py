@@ -11,6 +11,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,25 +101,60 @@ def _typed(cells: Sequence[str]) -> list[Any]:
     return [cell if cell.strip() else None for cell in cells]
 
 
-def of_frame(frame: Any) -> Values:
-    """Turn a data frame of pandas, polars or pyarrow, or a mapping of columns, into plain values."""
+def is_frame(given: Any) -> bool:
+    """Report whether this is a data frame of pandas, polars or pyarrow.
+
+    >>> is_frame({"age": [41]})
+    False
+    """
+    return hasattr(given, "columns") and (hasattr(given, "to_dict") or hasattr(given, "to_pydict"))
+
+
+def of_frame(frame: Any, where: str = "table") -> Values:
+    """Turn a data frame of pandas, polars or pyarrow, or a mapping of columns, into plain values.
+
+    Columns may be lists, series, arrays or tensors.
+
+    >>> of_frame({"age": torch.tensor([41.5, 23.0]), "sex": ["f", None]})
+    {'age': [41.5, 23.0], 'sex': ['f', None]}
+    """
     if hasattr(frame, "to_pydict"):  # pyarrow
         return frame.to_pydict()
     made = frame.to_dict(as_series=False) if hasattr(frame, "get_columns") else frame
     made = made.to_dict("list") if hasattr(made, "iloc") else made
-    return {str(name): [None if _missing(value) else value for value in values] for name, values in made.items()}
+    if not isinstance(made, Mapping):
+        remedy = "give a data frame, or a dict of columns; audit and invert take (array, labels) themselves"
+        raise fail(where, f"is {type(frame).__name__}", remedy)
+    values = {str(name): [_plain(cell) for cell in _listed(cells)] for name, cells in made.items()}
+    lengths = {len(cells): name for name, cells in values.items()}
+    if len(lengths) > 1:
+        (one, first), (other, second), *_ = lengths.items()
+        what = f"has {one} values in column '{first}' and {other} in column '{second}'"
+        raise fail(where, what, "give one value per row")
+    return values
+
+
+def _listed(cells: Any) -> Sequence[Any]:
+    """Turn an array, a tensor or a series into a list of plain values."""
+    return cells.tolist() if hasattr(cells, "tolist") else cells
+
+
+def _plain(cell: Any) -> Any:
+    """Turn a number of NumPy or torch into a plain one, and an empty cell into None."""
+    value = cell.item() if hasattr(cell, "item") else cell
+    return None if _missing(value) else value
 
 
 def _missing(value: Any) -> bool:
     """Report whether a cell is empty: None, not a number, or pandas' NA, which has no truth value."""
-    return value is None or type(value).__name__ == "NAType" or bool(value != value)
+    return value is None or type(value).__name__ == "NAType" or (not isinstance(value, list) and bool(value != value))
 
 
 def table(frame: Any, label: str | None = None, private: Any = None, columns: Kinds | None = None) -> Splits:
     """Make data of a data frame (pandas, polars, pyarrow) or a mapping of columns, with this label column.
 
-    `private` holds the private rows; without it, every fourth row of each class is private. `columns` declares columns
-    as "number" or "category".
+    Columns of a mapping are lists, series, arrays or tensors. `private` holds the private rows; without it, every
+    fourth row of each class is private. `columns` declares columns as "number" or "category".
 
     >>> data = table({"age": [20.5 + i for i in range(12)], "sex": ["f", "m"] * 6, "ill": [0, 1] * 6}, label="ill")
     >>> data.private
@@ -126,7 +162,7 @@ def table(frame: Any, label: str | None = None, private: Any = None, columns: Ki
     """
     values = of_frame(frame)
     halves = shared_out(values, label_of(values, "table", label)) if private is None else None
-    return splits_of(halves or Halves(values, of_frame(private)), "table", label, kinds=columns)
+    return splits_of(halves or Halves(values, of_frame(private, "private")), "table", label, kinds=columns)
 
 
 def open_rows(
@@ -207,13 +243,16 @@ def fitted(name: str, values: Sequence[Any], kind: str | None = None) -> TableCo
         levels = levels if OTHER in levels else (*levels, OTHER)
         missing = len(values) - len(known)
         return TableColumn(name, levels, usual=max(*counts.values(), missing) / max(1, len(values)))
-    numbers = torch.tensor(known, dtype=torch.float64)
-    std = float(numbers.std(correction=0))
+    return replace(column_of_numbers(name, torch.tensor(known, dtype=torch.float64)), whole=whole)
+
+
+def column_of_numbers(name: str, numbers: Tensor, scaling: tuple[float, float] | None = None) -> TableColumn:
+    """Learn a column from its numbers [N]; `scaling` is the mean and deviation to use instead of theirs."""
+    mean, std = scaling or (float(numbers.mean()), float(numbers.std(correction=0)))
     std = std if std > 1e-12 else 1.0
-    middle = numbers.median()
-    usual = float(((numbers - middle).abs() <= TOLERANCE * std).double().mean())
+    usual = float(((numbers - numbers.median()).abs() <= TOLERANCE * std).double().mean())
     low, high = float(numbers.min()), float(numbers.max())
-    return TableColumn(name, (), float(numbers.mean()), std, low, max(high, low + 1e-9), whole, usual)
+    return TableColumn(name, (), mean, std, low, max(high, low + 1e-9), usual=usual)
 
 
 def placed_values(column: TableColumn, values: Sequence[Any]) -> Tensor:
