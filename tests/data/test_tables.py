@@ -91,6 +91,16 @@ def test_what_is_no_table_is_refused(given: Any, message: str) -> None:
         table(given, label="ill")
 
 
+def test_a_column_of_persons_is_kept_and_is_no_input() -> None:
+    columns = {"age": [20.5 + i for i in range(12)], "who": list("abcdef") * 2, "ill": [0, 1] * 6}
+    data = table(columns, label="ill", person="who")
+    assert data.public.space.view_shape == (1,)
+    assert len(data.private.persons) == len(data.private)
+    assert data.private.subset([1]).persons == (data.private.persons[1],)
+    with pytest.raises(GradveilError, match="person: names 'ill', which is no column beside the label"):
+        table(columns, label="ill", person="ill")
+
+
 def test_every_fourth_row_of_a_class_is_private() -> None:
     halves = shared_out({"x": list(range(12)), "label": [0] * 8 + [1] * 4}, "label")
     assert halves.private["x"] == [3, 7, 11]

@@ -291,6 +291,7 @@ def audit_model(
     refuse(problems)
     names = class_names(model, batch[0][:client_batch])
     data, known, facts = _datasets(names, batch, public, bounds, mean, std, space)
+    data = replace(data, persons=examples.persons[: len(data)] if isinstance(examples, Dataset) else ())
     facts += ("bounds: the least and greatest value of each column of the batch",) if vectors and known is None else ()
     raw["model"]["options"] = {"weights_and_batch": _fingerprint(model, *batch, *(public or ()))}
     target_clients = settings.get(

@@ -150,11 +150,18 @@ def _missing(value: Any) -> bool:
     return value is None or type(value).__name__ == "NAType" or (not isinstance(value, list) and bool(value != value))
 
 
-def table(frame: Any, label: str | None = None, private: Any = None, columns: Kinds | None = None) -> Splits:
+def table(
+    frame: Any,
+    label: str | None = None,
+    private: Any = None,
+    columns: Kinds | None = None,
+    person: str | None = None,
+) -> Splits:
     """Make data of a data frame (pandas, polars, pyarrow) or a mapping of columns, with this label column.
 
     Columns of a mapping are lists, series, arrays or tensors. `private` holds the private rows; without it, every
-    fourth row of each class is private. `columns` declares columns as "number" or "category".
+    fourth row of each class is private. `columns` declares columns as "number" or "category". `person` is a column that
+    names the person of each row: models do not read it, and an audit measures whether rows of a person can be linked.
 
     >>> data = table({"age": [20.5 + i for i in range(12)], "sex": ["f", "m"] * 6, "ill": [0, 1] * 6}, label="ill")
     >>> data.private
@@ -162,7 +169,9 @@ def table(frame: Any, label: str | None = None, private: Any = None, columns: Ki
     """
     values = of_frame(frame)
     halves = shared_out(values, label_of(values, "table", label)) if private is None else None
-    return splits_of(halves or Halves(values, of_frame(private, "private")), "table", label, kinds=columns)
+    return splits_of(
+        halves or Halves(values, of_frame(private, "private")), "table", label, kinds=columns, person=person
+    )
 
 
 def open_rows(
@@ -172,13 +181,14 @@ def open_rows(
     source: str = "",
     column: str | None = None,
     kinds: Kinds | None = None,
+    person: str | None = None,
 ) -> Splits:
     """Load a table by its name: `NAME-train.parquet` and `NAME-test.parquet` in the data folder, or a file.
 
     Of a single file every fourth row of each class is private. Means, deviations, ranges and levels are those of the
     public rows alone.
     """
-    return splits_of(_halves(name, data_dir, label), name, label, source, column, kinds)
+    return splits_of(_halves(name, data_dir, label), name, label, source, column, kinds, person)
 
 
 def splits_of(
@@ -188,9 +198,18 @@ def splits_of(
     source: str = "",
     column: str | None = None,
     kinds: Kinds | None = None,
+    person: str | None = None,
 ) -> Splits:
-    """Make data of public and private rows; `column` names one of which `Dataset.column` keeps the public values."""
+    """Make data of public and private rows; `column` names one of which `Dataset.column` keeps the public values.
+
+    The column `person` is no input: `Dataset.persons` keeps its values.
+    """
     target = label_of(halves.public, name, label)
+    if person is not None and (person not in halves.public or person == target):
+        others = ", ".join(name for name in halves.public if name != target)
+        raise fail("person", f"names '{person}', which is no column beside the label", f"choose among: {others}")
+    people = [tuple(half.get(person, ())) if person else () for half in halves]
+    halves = Halves(*({name: cells for name, cells in half.items() if name != person} for half in halves))
     kinds = kinds or {}
     refuse([*_problems(halves, target, name), *_kind_problems(halves, target, kinds)])
     features = [column for column in halves.public if column != target]
@@ -202,8 +221,15 @@ def splits_of(
     kept = [tuple(halves.public[target if column == "label" else column]) if column else (), ()]
     return Splits(
         *(
-            _made(f"{name}/{split}", space, half, labels, classes, source or f"{name}, as given by the user.", extra)
-            for split, half, labels, extra in zip(("public", "private"), halves, numbers, kept, strict=True)
+            replace(
+                _made(
+                    f"{name}/{split}", space, half, labels, classes, source or f"{name}, as given by the user.", extra
+                ),
+                persons=named,
+            )
+            for split, half, labels, extra, named in zip(
+                ("public", "private"), halves, numbers, kept, people, strict=True
+            )
         )
     )
 
