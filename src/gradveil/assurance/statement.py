@@ -412,7 +412,7 @@ def _neighbours(bounds: Sequence[Mapping[str, Any]], planned: Mapping[str, Any])
 
 def _unbiased(best: Row, bounds: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the largest error that every attacker without bias has: each mechanism bounds what is watched."""
-    if best.words.kind != "images":
+    if not best.words.has_prior:
         return None
     return max((each["mse_unbiased"] for each in bounds if each["of"] == "watched"), default=None)
 
