@@ -92,29 +92,30 @@ def audit(
     """Attack a model on private examples, once for each defence and attack, and return what came back.
 
     `batch` is (inputs [N, C, H, W], targets [N] class numbers), as tensors or arrays, a dict of both (`pixel_values`
-    and `labels`, say), a data set or a DataLoader (of which `target_clients=8` clients are read); every `client_batch`
+    and `labels`, say), a data set or a DataLoader (of which `target_clients=8` clients are read). Inputs [N, D] in
+    floating point, or a data frame of numbers, are rows that the model reads as they are. Every `client_batch`
     examples are one target client (the last are nobody's where a defence lets other clients speak before a round:
     `adgp`). It sends one gradient, or trains first: `local=Local(lr=0.1, epochs=2, batch=8)`. With secure aggregation
     the server sees the sum of `members` clients only. `loss` takes (outputs, targets), cross-entropy if none is given.
     Defences and attacks are texts as on the command line (`"dp(clip=20, sigma=1e-3)"`, `"ig(iterations=500)"`) or
-    objects. Without `attacks`, a search that
-    simulates every defence (of images `portfolio`, of texts `span-rank`) and the closed forms that apply are tried; no
-    search is made of what a closed form breaks. A model
+    objects. Without `attacks`, a search that simulates every defence (of images `portfolio`, of texts `span-rank`, of
+    rows `tableak`) and the closed forms that apply are tried; no search is made of what a closed form breaks. A model
     of transformers that reads texts takes (strings, labels) with its `tokenizer`, or token numbers: a tensor, or a dict
     as tokenizers return it. Language models need no labels and have their own loss. `length` cuts texts to so many
     tokens.
-    Inputs are (pixel - mean) / std with
-    pixels in [0, 1]; without mean and std, `bounds` is the range of the inputs: `"unit"` for [0, 1], a pair, or None to
-    take it from what is given. `public` is (inputs, targets) like the batch's own, none of them in it: for attackers
-    who learn from such data, for defences that use it, and for the guesses that a rate is held against. `out` keeps the
-    run directory, and calling again with the same settings resumes it. `prepare=True` attacks a copy in which what
-    cannot be attacked is replaced: BatchNorm in training mode, hidden dropout, fused attention, in-place operations.
-    Outputs and gradients are compared before and after on the batch, and a replacement that changes them is rejected by
-    the module's name; every result and the report list what was replaced. `progress` is printed on standard error: None
-    does so on a terminal and in a notebook, True also elsewhere, in plain lines, False never. Further settings are
-    those of a run file: `iterations`, `restarts`, `budget`, `threshold`, `precision`, `device`, `images`, `control`;
-    and `cost={"rounds": 20, "local": {"lr": 0.1, "epochs": 1, "batch": 8}}`, which trains on the public examples with
-    every defence, for its cost in accuracy.
+    Images are (pixel - mean) / std with pixels in [0, 1]; without mean and std, `bounds` is the range of the inputs:
+    `"unit"` for [0, 1], a pair, or None to take it from what is given. The range of rows is that of each column in
+    `public`, otherwise in the batch, and with `mean` and `std` reports show number = input * std + mean. `public` is
+    (inputs, targets) like the batch's own, none of them in it: for attackers who learn from such data, for defences
+    that use it, and for the guesses that a rate is held against. `out` keeps the run directory, and calling again with
+    the same settings resumes it. `prepare=True` attacks a copy in which what cannot be attacked is replaced: BatchNorm
+    in training mode, hidden dropout, fused attention, in-place operations. Outputs and gradients are compared before
+    and after on the batch, and a replacement that changes them is rejected by the module's name; every result and the
+    report list what was replaced. `progress` is printed on standard error: None does so on a terminal and in a
+    notebook, True also elsewhere, in plain lines, False never. Further settings are those of a run file: `iterations`,
+    `restarts`, `budget`, `threshold`, `precision`, `device`, `images`, `control`; and `cost={"rounds": 20, "local":
+    {"lr": 0.1, "epochs": 1, "batch": 8}}`, which trains on the public examples with every defence, for its cost in
+    accuracy.
 
     Attacks that set no iterations of their own share about three minutes of computing, over all defences
     (`budget="auto"`); the result says what that left out. `budget="10m"` is a time for each defence, `budget=None` runs
@@ -178,8 +179,8 @@ def train(
     """Train a model among clients, once with each defence, and return what that costs in accuracy and bytes.
 
     `data` is what the clients share and `test` says how good the trained model is: data sets, loaders, or (inputs [N,
-    C, H, W], targets [N] class numbers) as for `gradveil.audit`; both at once as `gradveil.data.load` returns them.
-    Texts come with the `tokenizer` of a model of transformers, as for `audit`.
+    C, H, W] or [N, D], targets [N] class numbers) as for `gradveil.audit`; both at once as `gradveil.data.load` returns
+    them. Texts come with the `tokenizer` of a model of transformers, as for `audit`.
     Every training starts from the model's own weights; the model is left as it is. `local` is the clients' local
     training (`Local(batch=16, lr=0.1, epochs=1)`), without it each sends one gradient a round. `loss`, `defences`,
     `mean`, `std`, `bounds`, `prepare`, `out` and `progress` are as for `gradveil.audit`: with `out`, the same call goes
@@ -245,7 +246,7 @@ def invert(
     length: int | None = None,
     labels: Tensor | Sequence[int] | None = None,
     examples: int | None = None,
-    shape: tuple[int, int, int] | None = None,
+    shape: tuple[int, ...] | None = None,
     bounds: Literal["unit"] | tuple[float, float] | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
@@ -268,7 +269,8 @@ def invert(
     (inputs, labels), is only compared with the answer. `prepare=True` attacks a copy of the model, as `audit`
     does. Without a name the attack is `ig`, for models of texts `span`. Those take `tokenizer` as for `audit`, and
     `length`, the most tokens of a text. Of rows of a table, `truth` or `public` is a data set, which names the columns;
-    the usual attack is `tableak`.
+    the usual attack is `tableak`. Rows of numbers that the model reads as they are need no data set: inputs [N, D], a
+    data frame, or `shape=(D,)`. Their range is `bounds`, otherwise that of `public`, and without both that of `truth`.
 
     The result has `images` (pixels; of texts token numbers, and `texts`; of rows cells, and `rows`), `labels`, the
     attacker's `objective`, `status`, and with a truth `metrics`.

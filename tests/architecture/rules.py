@@ -183,6 +183,22 @@ def no_broad_except(source: Source) -> list[str]:
     return wrong
 
 
+def kinds_are_told_apart_in_spaces(source: Source) -> list[str]:
+    """Only spaces compare kinds of examples; others ask a space or its words what differs."""
+    if source.module == "gradveil.core.space" or source.module.startswith("gradveil.spaces."):
+        return []
+    wrong = []
+    for node in source.nodes:
+        if isinstance(node, ast.Compare):
+            for side in (node.left, *node.comparators):
+                made = isinstance(side, ast.Call) and source.name(side.func).endswith("ExampleWords")
+                kind = isinstance(side, ast.Attribute) and side.attr == "kind"
+                owner = ast.unparse(side.value) if kind and isinstance(side, ast.Attribute) else ""
+                if made or owner.endswith(("words", "ExampleWords")):
+                    wrong.append(f"{node.lineno}: compares kinds of examples")
+    return wrong
+
+
 def public_names_are_documented(source: Source) -> list[str]:
     """Every public module, class, function and method has a docstring."""
     wrong = [] if ast.get_docstring(source.tree) else ["the module has no docstring"]
@@ -273,6 +289,7 @@ SOURCE_RULES: dict[str, Rule] = {
         no_global_random_state,
         no_pickle,
         no_broad_except,
+        kinds_are_told_apart_in_spaces,
         public_names_are_documented,
         public_constants_are_documented,
     )

@@ -60,6 +60,11 @@ BAD = {
         ("gradveil.core.noise", "try:\n    f()\nexcept (ValueError, BaseException):\n    pass"),
         ("gradveil.core.noise", "from .errors import FOREIGN\ntry:\n    f()\nexcept FOREIGN:\n    pass"),
     ],
+    "kinds_are_told_apart_in_spaces": [
+        ("gradveil.report.page", "if row.words.kind == 'images':\n    f()"),
+        ("gradveil.report.page", "from gradveil.core.space import ExampleWords\na = words == ExampleWords()"),
+        ("gradveil.report.page", "a = kind != ExampleWords.kind"),
+    ],
     "public_names_are_documented": [
         ("gradveil.core.noise", "def f(): ..."),
         ("gradveil.core.noise", "class A: ..."),
@@ -107,6 +112,10 @@ GOOD = {
             "gradveil.audit.argument_checks",
             "from ..core.errors import FOREIGN\ntry:\n    f()\nexcept FOREIGN:\n    pass",
         ),
+    ],
+    "kinds_are_told_apart_in_spaces": [
+        ("gradveil.core.space", "drawn = self.words.kind == 'images'"),
+        ("gradveil.report.page", "if row.words.drawn and trial.kind == 'grid':\n    f(row.words.kind)"),
     ],
     "public_names_are_documented": [
         (

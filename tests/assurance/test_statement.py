@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
+from typing import Any
 
 import pytest
 
@@ -36,10 +37,13 @@ def audit(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_letters_follow_what_was_granted(audit: Run) -> None:
     rows = {row.preset: row for row in (Row(place, trial) for place, trial in enumerate(audit.trials))}
-    assert (letter_of(rows["cdia"]), letter_of(rows["learned"])) == ("B", "D")
+    assert letter_of(rows["cdia"]) == "E"  # it is given the labels
     statement = assurance_of(audit, PRIVATE)
     assert [each.letter for each in statement.attackers] == list("ABCDEFGH")
-    assert [each.letter for each in statement.attackers if each.was_run] == ["B", "D"]
+    assert "E" in [each.letter for each in statement.attackers if each.was_run]
+    assert next(each for each in statement.attackers if each.letter == "E").labels_given
+    assert "labels were given" in assurance_page(statement)
+    assert "labels were given" in audit_page(audit)
     assert all(each.undefended for each in statement.attackers if each.was_run)
     assert all(bool(each.why_not) != each.was_run for each in statement.attackers)
 
@@ -52,6 +56,51 @@ def test_statistics_of_a_batch_are_those_of_the_clients_data(
 ) -> None:
     trial = audit.trials[0]
     assert letter_of(Row(0, replace(trial, info=trial.info | {"secrets": secrets}))) == letter
+
+
+@pytest.mark.parametrize(
+    ("facts", "letter"),
+    [
+        ({"grants": []}, "B"),
+        ({"grants": ["public: 9 images of the same kind, none of a target client"]}, "D"),
+        ({"grants": [], "columns": [{"name": "age"}]}, "D"),
+        ({"grants": ["targets: the true labels", "public: 9 images of the same kind"]}, "E"),
+        ({"grants": ["bounds: the least and greatest value of the batch"]}, "E"),
+    ],
+)
+def test_labels_and_ranges_of_a_client_are_its_data_and_columns_are_auxiliary(
+    audit: Run, facts: dict[str, Any], letter: str
+) -> None:
+    trial = audit.trials[0]
+    assert letter_of(Row(0, replace(trial, info=trial.info | {"secrets": []} | facts))) == letter
+
+
+@pytest.mark.parametrize("person", ["patient", None])
+def test_rows_of_a_person_are_linked_where_a_column_names_persons(tmp_path: Path, person: str | None) -> None:
+    lines = ["patient,age,weight,height,pulse,ill"]
+    lines += [
+        f"p{i // 8 % 10},{20 + 7 * (i // 8 % 10)}.5,{50 + 5 * (i // 8 % 10)}.1,1.5,{60 + i // 8 % 10},{i % 2}"
+        for i in range(160)
+    ]
+    (tmp_path / "patients.csv").write_text("\n".join(lines) + "\n")
+    chosen = config(
+        data={"name": str(tmp_path / "patients.csv"), "label_column": "ill", **({"person": person} if person else {})},
+        model={"name": "tabular-mlp"},
+        defences=["none"],
+        attacks=["analytic"],
+        target_clients=10,
+    )
+    run = execute(chosen, tmp_path / "run")[0]
+    names = [each["name"] for each in run.trials[0].info["columns"]]
+    assert ("patient" in names) == (person is None)
+    risk = next(each for each in assurance_of(run, "none").risks if each.criterion == "linkability")
+    if person is None:
+        assert risk.note == "not assessed: no column was declared to name persons (data.person)"
+        return
+    assert risk.value is not None
+    assert risk.control is not None
+    assert risk.value > 0.5 > risk.control
+    assert "of 10; control: persons permuted" in risk.note
 
 
 def test_inference_of_rows_is_held_against_what_the_rest_of_a_row_gives_away(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from gradveil.theory.reconstruction_bound import rate_bound, spectrum
 from tests.audit.runs import config, execute
 from tests.audit.test_trial import Recorder
 
-SIDE, SPREAD, STD, TARGET_CLIENTS = 11, 0.1, 0.4, 100
+SIDE, SPREAD, STD, TARGET_CLIENTS = 11, 0.1, 0.4, 50
 
 
 def images(count: int, key: str) -> Dataset:
@@ -120,7 +120,7 @@ def test_linear_normal_model_has_its_closed_form_and_attackers_respect_it(attack
     assert found["mse"] == pytest.approx(closed_form(), rel=0.02)
     assert found["by"] == "Cramér-Rao"
     assert found["prior"] == pytest.approx(SPREAD**2, rel=0.02)
-    assert found["measured"] > 0.95 * found["mse"]  # 100 clients: a standard error of 1.3%
+    assert found["measured"] > 0.95 * found["mse"]  # 50 clients: a standard error of 1.8%
     if reaches is not None:
         assert (found["measured"] < 1.05 * found["mse"]) == reaches
 
@@ -154,7 +154,7 @@ def test_every_attack_respects_it_but_one_who_is_told_the_noise(name: str) -> No
     if name in TOLD_THE_NOISE:
         assert found["measured"] < 0.8 * found["mse"]
     else:
-        assert found["measured"] > 0.95 * found["mse"]  # 100 clients: a standard error of 1.3%
+        assert found["measured"] > 0.95 * found["mse"]  # 50 clients: a standard error of 1.8%
 
 
 @pytest.mark.parametrize("text", ["rob(sparse=true, gain=0.01)", "curious"])
@@ -199,7 +199,7 @@ def test_noise_that_is_fitted_to_public_images_has_a_bound(attack: Any, reaches:
     assert found["why"] is None
     assert found["by"] == "Cramér-Rao"
     assert 0.9 * best < found["mse"] < 1.005 * best
-    assert found["measured"] > 0.95 * found["mse"]  # 100 clients: a standard error of 1.3%
+    assert found["measured"] > 0.95 * found["mse"]  # 50 clients: a standard error of 1.8%
     assert (found["measured"] < 1.12 * found["mse"]) == reaches
 
 

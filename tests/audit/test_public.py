@@ -21,7 +21,7 @@ def public(count: int = 12, seed: int = 5) -> tuple[Tensor, Tensor]:
 
 
 def test_adaptive_attackers_learn_from_public_examples() -> None:
-    settings = {"defences": ("none", "prune(0.5)"), "attacks": (ATTACK, "adaptive"), "iterations": 2}
+    settings = {"defences": ("prune(0.5)",), "attacks": (ATTACK, "adaptive"), "iterations": 2}
     alone = audited(**settings)
     assert "learned" not in {trial.info["attack"] for trial in alone.trials}
     assert set(alone.trials[0].info["controls"]) == {"wrong_target_client"}
@@ -51,11 +51,11 @@ def test_their_range_counts_beside_the_batchs() -> None:
     [
         (7, "public: is int"),
         (public()[0], "public: is Tensor"),
-        ((torch.zeros(4, 16, 16), torch.zeros(4).long()), r"inputs of shape \(4, 16, 16\), which are no images"),
-        ((torch.zeros(4, 1, 8, 8), torch.zeros(4).long()), "images of 1 x 8 x 8, the batch of 1 x 16 x 16"),
-        ((public()[0], torch.zeros(3).long()), r"holds 12 images and targets torch.int64 \(3,\)"),
+        ((torch.zeros(4, 16, 16), torch.zeros(4).long()), r"inputs of shape \(4, 16, 16\), which are neither images"),
+        ((torch.zeros(4, 1, 8, 8), torch.zeros(4).long()), "inputs of 1 x 8 x 8, the batch of 1 x 16 x 16"),
+        ((public()[0], torch.zeros(3).long()), r"holds 12 inputs and targets torch.int64 \(3,\)"),
         ((public()[0], torch.zeros(12)), "targets torch.float32"),
-        ((torch.cat([public()[0], examples()[0]]), torch.zeros(14).long()), "holds 2 of the batch's own images"),
+        ((torch.cat([public()[0], examples()[0]]), torch.zeros(14).long()), "holds 2 of the batch's own examples"),
         ((public()[0], torch.full((12,), 3)), "label 3 of image 0 is outside 0 to 2"),
     ],
 )

@@ -15,7 +15,7 @@ from tests.audit.runs import config, execute, legend
 
 PRIVATE = ("dp(clip=1, sigma=4)", "fed-cdp(clip=1, sigma=4)", "user-dp(clip=1, sigma=4)")
 WEAK = "dp(clip=1, sigma=0.5)"
-ATTACKS = ["ig(iterations=10)", "cdia(iterations=10)", "dlg(iterations=3)", "learned(epochs=3)"]
+ATTACKS = ["ig(iterations=10)", "cdia(iterations=10)", "dlg(iterations=3)", "learned(epochs=3, width=50, features=256)"]
 
 
 def test_no_measured_rate_exceeds_its_bound(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from gradveil import audit, invert
+from gradveil import audit, invert, train
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.run_directory import load_run
 from gradveil.audit.run_file import resolve
@@ -97,6 +98,81 @@ def test_a_table_from_python_is_audited_like_one_from_a_file() -> None:
     result = audit(model, rows.private, attacks=["adaptive"], public=rows.public, target_clients=4, iterations=20)
     assert result.verdicts[0].identifiable == 4
     assert result.verdicts[0].best.words.noun == "row"
+
+
+def vectors(count: int = 40) -> tuple[torch.Tensor, torch.Tensor, torch.nn.Module]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(count, 10, generator=generator) * torch.arange(1, 11)
+    model = torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+    with torch.no_grad():
+        for value in model.parameters():
+            value.copy_(torch.randn(value.shape, generator=generator) / 5)
+    return inputs, torch.arange(count) % 2, model
+
+
+@pytest.mark.parametrize("form", ["tensors", "arrays", "frame"])
+def test_vectors_are_audited_as_rows(form: str) -> None:
+    inputs, labels, model = vectors()
+    columns = [f"c{place}" for place in range(10)]
+    given = {
+        "tensors": (inputs, labels),
+        "arrays": (inputs.double().numpy(), labels.numpy()),
+        "frame": (pd.DataFrame(inputs.numpy(), columns=pd.Index(columns)), labels),
+    }[form]
+    result = audit(model, given, attacks=["analytic"], defences=["none", "dp(clip=1, sigma=1)"], target_clients=8)
+    levels = {verdict.defence: (verdict.level, verdict.identifiable) for verdict in result.verdicts}
+    assert levels["none"] == ("broken", 8)
+    assert levels["dp(clip=1, sigma=1)"][1] == 0
+    info = result.trials[0].info
+    assert [each["name"] for each in info["columns"]] == (
+        columns if form == "frame" else [f"x{place}" for place in range(10)]
+    )
+    assert "bounds: the least and greatest value of each column of the batch" in info["grants"]
+    assert f"{inputs[0, 0]:.4g}" in result.report().read_text()
+
+
+def test_the_range_of_public_vectors_is_no_grant_and_a_search_keeps_to_it() -> None:
+    inputs, labels, model = vectors()
+    attacks = ["tableak(iterations=30, restarts=1)"]
+    public = (inputs[4:], labels[4:])
+    result = audit(model, (inputs[:4], labels[:4]), attacks=attacks, public=public, control=False)
+    (trial,) = result.trials
+    assert not any(str(grant).startswith("bounds:") for grant in trial.info["grants"])
+    images = trial.images()
+    assert images is not None
+    answers = images["reconstruction"].flatten(0, -2)
+    assert bool((answers <= inputs[4:].amax(0) + 1e-4).all())
+
+
+def test_what_the_model_could_not_read_is_refused_with_a_remedy() -> None:
+    inputs, labels, model = vectors()
+    with pytest.raises(GradveilError, match=r"whole numbers.*inputs\.float\(\)"):
+        audit(model, (inputs.long(), labels))
+    with pytest.raises(GradveilError, match=r"neither images nor rows.*\[N, D\]"):
+        audit(model, (inputs[:, None], labels))
+
+
+@pytest.mark.parametrize("known", ["truth", "public", "bounds"])
+def test_an_update_of_vectors_is_inverted(known: str) -> None:
+    inputs, labels, model = vectors()
+    loss = torch.nn.functional.cross_entropy(model(inputs[:1]), labels[:1])
+    names = [name for name, _ in model.named_parameters()]
+    update = dict(zip(names, torch.autograd.grad(loss, list(model.parameters())), strict=True))
+    given = {
+        "truth": {"truth": inputs[:1].numpy()},
+        "public": {"public": (2 * inputs[1:], labels[1:])},
+        "bounds": {"shape": (10,), "bounds": (-30.0, 30.0)},
+    }[known]
+    found = invert(model, update, "analytic", **given)
+    torch.testing.assert_close(found.images.float(), inputs[:1], rtol=1e-3, atol=1e-3)
+    assert list(found.rows[0]) == [f"x{place}" for place in range(10)]
+    assert (found.metrics.get("cells") == 1) == (known == "truth")
+
+
+def test_vectors_are_trained_on() -> None:
+    inputs, labels, model = vectors()
+    result = train(model, (inputs[:30], labels[:30]), (inputs[30:], labels[30:]), rounds=1, clients=3)
+    assert result.accuracy["none"] is not None
 
 
 def test_an_update_of_rows_is_inverted_and_shown_by_column() -> None:

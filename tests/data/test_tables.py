@@ -2,7 +2,9 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -62,6 +64,41 @@ def test_frames_of_pandas_and_plain_columns_give_the_same() -> None:
     pandas = pytest.importorskip("pandas")
     columns = {"x": [1, None, 3], "label": ["a", "b", "a"]}
     assert of_frame(pandas.DataFrame(columns)) == of_frame(columns) == columns
+
+
+def test_columns_may_be_arrays_tensors_and_lists_of_their_numbers() -> None:
+    plain = {"age": [20.5 + i for i in range(12)], "sex": ["f", "m"] * 6, "ill": [0, 1] * 6}
+    arrays = {"age": torch.tensor(plain["age"]), "sex": np.array(plain["sex"]), "ill": np.array(plain["ill"])}
+    scalars = arrays | {"age": list(np.array(plain["age"]))}
+    wanted = table(plain, label="ill")
+    for given in (arrays, scalars):
+        made = table(given, label="ill")
+        assert made.public.space == wanted.public.space
+        assert torch.equal(made.private.inputs, wanted.private.inputs)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (np.zeros((12, 3)), "table: is ndarray -> give a data frame, or a dict of columns"),
+        ({"age": [1.0, 2.0], "ill": [0, 1, 0]}, "has 2 values in column 'age' and 3 in column 'ill'"),
+        ({"age": np.zeros((12, 2)), "ill": [0, 1] * 6}, "column 'age' holds list"),
+    ],
+    ids=["array", "lengths", "two-dimensional"],
+)
+def test_what_is_no_table_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(GradveilError, match=message):
+        table(given, label="ill")
+
+
+def test_a_column_of_persons_is_kept_and_is_no_input() -> None:
+    columns = {"age": [20.5 + i for i in range(12)], "who": list("abcdef") * 2, "ill": [0, 1] * 6}
+    data = table(columns, label="ill", person="who")
+    assert data.public.space.view_shape == (1,)
+    assert len(data.private.persons) == len(data.private)
+    assert data.private.subset([1]).persons == (data.private.persons[1],)
+    with pytest.raises(GradveilError, match="person: names 'ill', which is no column beside the label"):
+        table(columns, label="ill", person="ill")
 
 
 def test_every_fourth_row_of_a_class_is_private() -> None:

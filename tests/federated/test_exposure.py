@@ -261,8 +261,7 @@ def test_exposure_of_solvable_rows_is_malice(count: int) -> None:
     assert not shown(made.model, batch, "gaussian(1e-2)").malice
 
 
-@pytest.mark.parametrize("start", [0, 300])
-@pytest.mark.parametrize("size", [20, 32, 64, 128])
+@pytest.mark.parametrize(("size", "start"), [(20, 0), (32, 300), (64, 0), (128, 300)])
 @pytest.mark.parametrize("honest_units", [64, 160, 200])
 def test_exposure_reads_examples_from_groups_of_rows(honest_units: int, size: int, start: int) -> None:
     made, batch = pencil(size, honest_units), some(size, start)

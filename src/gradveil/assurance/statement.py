@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any
 
-from gradveil.assurance.threat_letters import NOT_RUN, THREAT_MODELS, letter_of
+from gradveil.assurance.threat_letters import NOT_RUN, THREAT_MODELS, labels_given, letter_of
 from gradveil.audit.attack_check import examine
 from gradveil.audit.attack_selection import canonical
 from gradveil.audit.baselines import interval_of, risk_of
@@ -65,6 +66,8 @@ class LetterResult:
     attack_check: str = ""
     undefended: str = ""
     """The same attack without the defence."""
+    labels_given: bool = False
+    """Whether the attack was given the true labels of the target's examples."""
     why_not: str = ""
     """Why the letter was not run."""
 
@@ -170,7 +173,7 @@ def assurance_of(
         tuple(_attackers(verdict, rows)),
         _oracle(verdict),
         controls,
-        tuple(_risks(verdict)),
+        tuple(_risks(verdict, config)),
         _formal(verdict, config, cost, audited),
         _utility(cost, verdict),
         (*_not_examined(verdict, config, rows), *_unfinished(result)),
@@ -247,6 +250,7 @@ def _attackers(verdict: Verdict, rows: Sequence[Row]) -> Iterator[LetterResult]:
             _budget(best) + share,
             examine(best, rows).label,
             _undefended(best, rows),
+            labels_given(best),
         )
 
 
@@ -282,7 +286,7 @@ def _worst(row: Row) -> str:
     return f"client {client}, {row.words.metric} {score:.2f}, {outcome}{singled}"
 
 
-def _risks(verdict: Verdict) -> Iterator[RiskNumber]:
+def _risks(verdict: Verdict, config: Mapping[str, Any]) -> Iterator[RiskNumber]:
     best = verdict.best
     meanings = {
         "singling out": "isolate a record that belongs to one person",
@@ -300,7 +304,7 @@ def _risks(verdict: Verdict) -> Iterator[RiskNumber]:
         control,
         f"{best.words.plural} recovered and identified",
     )
-    yield RiskNumber("linkability", meanings["linkability"], note="not measured: the data name no persons")
+    yield _linkability(best, config, meanings["linkability"])
     if best.info.get("columns"):
         yield _inferred_cell(best, meanings["inference"])
         return
@@ -317,6 +321,25 @@ def _risks(verdict: Verdict) -> Iterator[RiskNumber]:
         return
     value, low, high = risk(round(_labels(row) * row.images), row.images, floor)
     yield RiskNumber("inference", meanings["inference"], value, low, high, floor, "labels; no other attribute")
+
+
+def _linkability(row: Row, config: Mapping[str, Any], meaning: str) -> RiskNumber:
+    """Return the risk that the record nearest to a reconstruction, its own aside, is of the same person.
+
+    The control is the same with the persons of the records permuted.
+    """
+    known = [scores for _, _, scores in row.scores() if "linked" in scores]
+    if known:
+        linked, control = sum(scores["linked"] for scores in known), fmean(s["linked_by_chance"] for s in known)
+        note = f"nearest other record is of the same person: {linked} of {len(known)}; control: persons permuted"
+        return RiskNumber("linkability", meaning, *risk(linked, len(known), control), control, note)
+    if person := (config.get("data") or {}).get("person"):
+        why = f"no attacked person of column '{person}' has another record"
+    elif row.info.get("columns"):
+        why = "no column was declared to name persons (data.person)"
+    else:
+        why = "the data, as the run reads them, name no persons"
+    return RiskNumber("linkability", meaning, note=f"not assessed: {why}")
 
 
 def _inferred_cell(row: Row, meaning: str) -> RiskNumber:
@@ -389,7 +412,7 @@ def _neighbours(bounds: Sequence[Mapping[str, Any]], planned: Mapping[str, Any])
 
 def _unbiased(best: Row, bounds: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the largest error that every attacker without bias has: each mechanism bounds what is watched."""
-    if best.words.kind != "images":
+    if not best.words.has_prior:
         return None
     return max((each["mse_unbiased"] for each in bounds if each["of"] == "watched"), default=None)
 

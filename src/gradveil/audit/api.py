@@ -74,8 +74,10 @@ from gradveil.core.space import Space
 from gradveil.core.streams import Stream
 from gradveil.core.types import Batch, Domain, Loss
 from gradveil.data import Dataset, Splits
-from gradveil.data.given_examples import Examples, tensors_of
+from gradveil.data.given_examples import Examples, column_names, tensors_of
+from gradveil.data.given_rows import are_vectors, space_of_vectors, space_of_vectors_sent
 from gradveil.data.pixel_range import Bounds, pixel_statistics
+from gradveil.data.tables import is_frame
 from gradveil.data.text_arguments import named_as, text_arguments
 from gradveil.defences import Defence, parse
 from gradveil.federated.training_api import local_settings
@@ -231,11 +233,10 @@ def audit_model(
         model, space, public = texts.model, texts.space, texts.public
         assert texts.examples is not None
         examples = texts.examples
-    if space is not None:
-        settings = {"threshold": space.threshold, **settings}
     loss = loss or usual_loss(model)
     batch: tuple[Tensor, Tensor] = tensors_of(examples, "batch", most, mean, std)
     public = None if public is None else tensors_of(public, "public", None, mean, std)
+    vectors = space is None and are_vectors(batch[0])
     given = {"model": model, "batch": batch, "loss": loss, "client_batch": client_batch, "bounds": bounds}
     given |= {
         "mean": mean,
@@ -245,9 +246,14 @@ def audit_model(
         "prepare": prepare,
         "progress": progress,
         "settings": settings,
-        "space": space,
+        "pictured": space is None and not vectors,
     }
     problems += wrong_arguments(given)
+    if vectors and not problems:
+        known = batch[0] if public is None else public[0]
+        space = space_of_vectors(known, column_names(examples), bounds, mean, std)
+    if space is not None:
+        settings = {"threshold": space.threshold, **settings}
     sound, title_of_model, done = not problems, type(model).__name__, []
     kind = "images" if space is None else space.words.kind
     searches_first = attacks is None
@@ -285,6 +291,8 @@ def audit_model(
     refuse(problems)
     names = class_names(model, batch[0][:client_batch])
     data, known, facts = _datasets(names, batch, public, bounds, mean, std, space)
+    data = replace(data, persons=examples.persons[: len(data)] if isinstance(examples, Dataset) else ())
+    facts += ("bounds: the least and greatest value of each column of the batch",) if vectors and known is None else ()
     raw["model"]["options"] = {"weights_and_batch": _fingerprint(model, *batch, *(public or ()))}
     target_clients = settings.get(
         "target_clients", max(len(data) // (client_batch * summed) - others(against.values()), 1)
@@ -476,7 +484,10 @@ def _datasets(
     The data sets refuse inputs outside their bounds.
     """
     if space is not None:
-        pairs = [pair and Dataset("batch", *pair, names, example=space) for pair in (batch, public)]
+        pairs = [
+            pair and Dataset("batch", _usual_numbers(pair[0]), pair[1].cpu(), names, example=space)
+            for pair in (batch, public)
+        ]
         assert pairs[0] is not None
         return pairs[0], pairs[1], ()
     images = [pair[0] for pair in (batch, public) if pair]
@@ -484,9 +495,15 @@ def _datasets(
     facts = ("bounds: the least and greatest value of the batch",) if taken else ()
 
     def wrapped(name: str, pair: tuple[Tensor, Tensor]) -> Dataset:
-        return Dataset(name, pair[0].detach().cpu().float(), pair[1].cpu(), names, centre, scale)
+        return Dataset(name, _usual_numbers(pair[0]), pair[1].cpu(), names, centre, scale)
 
     return wrapped("batch", batch), None if public is None else wrapped("public", public), facts
+
+
+def _usual_numbers(inputs: Tensor) -> Tensor:
+    """Return inputs on the CPU, fractions in single precision."""
+    inputs = inputs.detach().cpu()
+    return inputs.float() if inputs.is_floating_point() else inputs
 
 
 def invert_update(
@@ -500,7 +517,7 @@ def invert_update(
     tokenizer: Any = None,
     length: int | None = None,
     examples: int | None = None,
-    shape: tuple[int, int, int] | None = None,
+    shape: tuple[int, ...] | None = None,
     bounds: Bounds = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
@@ -515,18 +532,23 @@ def invert_update(
     problems: list[Problem] = []
     texts = text_arguments(model, truth, public, tokenizer, length, where="truth")
     space = _space_of(truth, public) if texts is None else texts.space
-    attack = attack or _usual_attack(space, model if texts is None else texts.model)
-    made = named("attack", [attack], lambda text: make_attack(text, own=True), problems)
     against = named("defence", [defence], lambda text: parse(text, own=True), problems)
     if texts is not None:
         update = named_as(texts.model, model, update)
         model, shape, public = texts.model, cast("Any", texts.space.shape), texts.public
         true_inputs, true_labels = texts.examples or (None, None)
     else:
-        alone = truth is None or isinstance(truth, Tensor | np.ndarray)
-        true_inputs, true_labels = tensors_of((truth, ()) if alone else truth, "truth", None, mean, std)
+        alone = truth is None or isinstance(truth, Tensor | np.ndarray) or is_frame(truth)
+        true_inputs, true_labels = tensors_of((truth, []) if alone else truth, "truth", None, mean, std)
         true_labels = None if alone else true_labels
+        names = column_names(truth) or column_names(public)
         public = None if public is None else tensors_of(public, "public", None, mean, std)
+        if space is None:
+            sides = shape or getattr(model, "input_shape", ())
+            data = (true_inputs if public is None else public[0]), sides
+            space = space_of_vectors_sent(*data, names, bounds, mean, std)
+    attack = attack or _usual_attack(space, model)
+    made = named("attack", [attack], lambda text: make_attack(text, own=True), problems)
     loss = loss or usual_loss(model)
     given = None if labels is None else torch.as_tensor(labels, dtype=torch.long)
     if space is not None:
@@ -612,7 +634,7 @@ def _wrong(
         remedy = "give a dict of the tensors that were sent, by parameter name"
         yield Problem("update", f"is {type(update).__name__}", remedy)
     if shape is None or len(shape) != sides or not all(isinstance(side, int) and side >= 1 for side in shape):
-        remedy = "say what one input looks like: shape=(channels, height, width), or of a text length=its tokens"
+        remedy = "say what one input looks like: shape=(channels, height, width) or (columns,), of a text length=tokens"
         yield Problem("shape", f"is {shape}", remedy)
     if examples < 1:
         yield Problem("examples", f"is {examples}", "give how many examples the update is made from")

@@ -155,12 +155,15 @@ def _wrong(
         yield Problem(f"{where}: status", f"is {status!r}", remedy)
 
 
-_BATCH = "give (inputs [N, C, H, W], targets [N]), a dict of both, a data set or a DataLoader"
+_BATCH = (
+    "give (inputs, targets [N]), a dict of both, a data set or a DataLoader; inputs are images [N, C, H, W], or "
+    "rows of numbers [N, D] in floating point"
+)
 
 
 def wrong_arguments(given: Mapping[str, Any]) -> Iterator[Problem]:
     """Find arguments of the wrong kind, before anything is done with one of them."""
-    pictured = given.get("space") is None
+    pictured = given["pictured"]
     found = list(_wrong_pair("batch", given["batch"], pictured))
     if (public := given["public"]) is not None:
         found += _wrong_pair("public", public, pictured)
@@ -177,7 +180,7 @@ def wrong_arguments(given: Mapping[str, Any]) -> Iterator[Problem]:
         value = given[name]
         if value is not None and not (_are_numbers(value) and len(value)):
             yield Problem(name, f"is {value!r}", "give a list with one number, or one for each channel")
-        elif value is not None and bounds is not None:
+        elif value is not None and bounds is not None and pictured:
             yield Problem("bounds", f"are given beside {name}", f"leave out one of them: {name} says the bounds too")
             bounds = None
     if out is not None and not isinstance(out, str | os.PathLike):
@@ -214,7 +217,7 @@ def _wrong_pair(where: str, given: Any, pictured: bool = True) -> Iterator[Probl
         return
     inputs, targets = parts
     if pictured and inputs.dim() != 4:
-        yield Problem(where, f"holds inputs of shape {tuple(inputs.shape)}, which are no images", _BATCH)
+        yield Problem(where, f"holds inputs of shape {tuple(inputs.shape)}, which are neither images nor rows", _BATCH)
     for name, part in (("inputs", inputs), ("targets", targets)):
         if part.layout != torch.strided:
             yield Problem(f"{where}.{name}", f"has layout {part.layout}", f"{name}.to_dense()")
@@ -224,16 +227,16 @@ def _wrong_public(public: tuple[Tensor, Tensor], batch: tuple[Tensor, Tensor]) -
     """Public examples are like the batch's own, and none of them: else the truth would be handed over."""
     (inputs, targets), private = public, batch[0]
     if len(inputs) == 0 or tuple(targets.shape) != (len(inputs),) or targets.dtype != torch.long:
-        what = f"holds {len(inputs)} images and targets {targets.dtype} {tuple(targets.shape)}"
-        yield Problem("public", what, "give images, and as many class numbers (int64)")
+        what = f"holds {len(inputs)} inputs and targets {targets.dtype} {tuple(targets.shape)}"
+        yield Problem("public", what, "give inputs, and as many class numbers (int64)")
     if inputs.shape[1:] != private.shape[1:]:
         sizes = (" x ".join(map(str, value.shape[1:])) for value in (inputs, private))
-        yield Problem("public", "holds images of {}, the batch of {}".format(*sizes), "give images of one size")
+        yield Problem("public", "holds inputs of {}, the batch of {}".format(*sizes), "give inputs of one size")
         return
-    own = {image.numpy().tobytes() for image in private.detach().cpu().float()}
-    same = sum(image.numpy().tobytes() in own for image in inputs.detach().cpu().float())
+    own = {one.numpy().tobytes() for one in private.detach().cpu().float()}
+    same = sum(one.numpy().tobytes() in own for one in inputs.detach().cpu().float())
     if same:
-        yield Problem("public", f"holds {same} of the batch's own images", "leave out what is private")
+        yield Problem("public", f"holds {same} of the batch's own examples", "leave out what is private")
 
 
 def _are_numbers(value: Any) -> bool:

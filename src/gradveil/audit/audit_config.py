@@ -98,6 +98,8 @@ BUDGET = rf"^\s*({AUTO}|\d+(\.\d+)?\s*[smh]?)\s*$"
 
 FIRST_SEARCH = {"images": "portfolio", "rows": "tableak", "texts": "span-rank"}
 """The search of a run that names no attacks, by the kind of its examples: it simulates every defence."""
+CHECKED_ATTACK = {"images": "ig", "rows": "adaptive", "texts": "adaptive"}
+"""The attack whose needs `gradveil check` tests of a model with data, by the kind of the examples."""
 
 
 class ObservedConfig(Section):

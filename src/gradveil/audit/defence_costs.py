@@ -121,7 +121,18 @@ def joined(runs: Sequence[Run], trainings: Sequence[StoredTraining]) -> list[dic
 
 
 _FIT = "give an audit and a training on the same data with the same model"
-_SAME_DATA = ("name", "size", "channels", "normalise", "mean", "std", "image_column", "label_column", "columns")
+_SAME_DATA = (
+    "name",
+    "size",
+    "channels",
+    "normalise",
+    "mean",
+    "std",
+    "image_column",
+    "label_column",
+    "columns",
+    "person",
+)
 _SAME_MODEL = ("name", "options", "prepare", "batchnorm")
 
 

@@ -235,7 +235,7 @@ def result_table(trials: Sequence[Trial]) -> Table:
     further = list(dict.fromkeys(str(name) for trial in trials for name in trial.info.get("metrics") or ()))
     usual = (*(("accuracy",) if trained else ()), "recovered", "95% CI", "baseline")
     words = words_of(trials[0].info) if trials else ExampleWords()
-    pictured = words == ExampleWords()
+    pictured = words.drawn
     for header in (*usual, words.metric, *further, *(("PSNR",) if pictured else ()), "distance"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("attack check", no_wrap=True)

@@ -341,11 +341,13 @@ def score(experiment: Experiment, trial: TrialAddress, found: Recovered, named: 
     for v in range(len(places)):
         records.append(_record(experiment, found, places, labels, order, scores, identified, v))
     chances, copies = expected_of(experiment.guessing, experiment, places), _copies(truth)
+    links = _links(experiment, matched, places)
     for v, record in enumerate(records):
         for b, image in enumerate(record["per_image"]):
             image["expected"] = chances[v][b]
             image |= copies.get((v, b), {})
             image |= trained.of(v, b) if trained else {}
+            image |= links.get((v, b), {})
     controls = controls_of(experiment.guessing, experiment, matched, places)
     info = {**info_of(experiment, trial, found, named), "missing": reasons, "controls": controls}
     info["recovery_bounds"] = recovery_bounds(experiment, trial, found.facts.get("mechanisms", ()), records)
@@ -380,6 +382,28 @@ def _parts(experiment: Experiment, candidates: Tensor, places: Tensor) -> list[d
         shared = counts.view(*places.shape, -1)
         test = part_leak(shared, sizes, inside.view(places.shape), chosen.targets, key.generator())
         found.append({"criterion": name, "noun": noun, **test._asdict()})
+    return found
+
+
+def _links(experiment: Experiment, matched: Tensor, places: Tensor) -> dict[tuple[int, int], dict[str, Any]]:
+    """Return whether the record nearest to a reconstruction, its own aside, is of the same person; and its chance.
+
+    It is known of persons with another record in the gallery. The chance is that of a record which is drawn at random
+    from all others: the same, with the persons permuted.
+    """
+    persons = experiment.private.persons
+    if not persons:
+        return {}
+    gallery, counts = experiment.private.views.double(), Counter(persons)
+    shown = experiment.space.repaired(matched.flatten(0, 1)).double().to(gallery.device)
+    nearest = iter(experiment.space.neighbours(shown, gallery, min(2, len(gallery))).tolist())
+    found = dict[tuple[int, int], dict[str, Any]]()
+    for v, batch in enumerate(places.tolist()):
+        for b, own in enumerate(batch):
+            other = next((place for place in next(nearest) if place != own), own)
+            if persons[own] is not None and counts[persons[own]] > 1:
+                chance = (counts[persons[own]] - 1) / (len(persons) - 1)
+                found[v, b] = {"linked": persons[other] == persons[own], "linked_by_chance": chance}
     return found
 
 

@@ -177,9 +177,8 @@ def _manipulated(net: nn.Module, received: Path | None, previous: Path | None) -
 
 def _alone(flags: dict[str, Any], settings: Sequence[str]) -> RunConfig:
     """Make the smallest run of this model and these data."""
-    from gradveil.audit.attack_selection import ADAPTIVE
+    from gradveil.audit.audit_config import CHECKED_ATTACK
     from gradveil.audit.run_file import assemble
-    from gradveil.core.space import ExampleWords
     from gradveil.data.registry import kind_of
 
     options = {"--model": flags["model.name"], "--data": flags["data.name"]}
@@ -189,7 +188,7 @@ def _alone(flags: dict[str, Any], settings: Sequence[str]) -> RunConfig:
         "name": "check",
         "data": {"public": _FEW_PUBLIC, "gallery": 1},
         "model": {},
-        "attacks": ["ig" if kind_of(str(flags["data.name"])) == ExampleWords.kind else ADAPTIVE],
+        "attacks": [CHECKED_ATTACK[kind_of(str(flags["data.name"]))]],
         "target_clients": 1,
     }
     return assemble({**raw, "client": {"batch": _EXAMPLES}}, settings)

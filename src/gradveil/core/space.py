@@ -37,6 +37,16 @@ class ExampleWords:
         return self.rule.format(threshold=threshold)
 
     @property
+    def drawn(self) -> bool:
+        """Whether figures draw the examples, because they are grids of pixels."""
+        return self.kind == ExampleWords.kind
+
+    @property
+    def has_prior(self) -> bool:
+        """Whether a prior of the examples is known, which bounds the mean squared error of attackers."""
+        return self.kind == ExampleWords.kind
+
+    @property
     def plural(self) -> str:
         """Several examples."""
         return f"{self.noun}s"

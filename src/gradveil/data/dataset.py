@@ -46,6 +46,8 @@ class Dataset:
     """The values of one additional column, one per image, such as the writer of a digit."""
     marks: tuple[int, ...] = ()
     """Hashes of the decoded images before resizing, for images from files: see `identity`."""
+    persons: tuple[Any, ...] = ()
+    """The person of each example, where a column names persons; None for an unknown one. Models do not see them."""
     example: Space | None = None
     """What one example is; None for images, whose `mean` and `std` say it."""
 
@@ -88,8 +90,11 @@ class Dataset:
     def subset(self, indices: Tensor | Sequence[int]) -> Dataset:
         """Return the examples at these indices, in this order."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
-        column, marks = (tuple(row[i] for i in chosen.tolist()) if row else () for row in (self.column, self.marks))
-        return replace(self, inputs=self.inputs[chosen], targets=self.targets[chosen], column=column, marks=marks)
+        rows = {"column": self.column, "marks": self.marks, "persons": self.persons}
+        chosen_rows: dict[str, Any] = {
+            name: tuple(row[i] for i in chosen.tolist()) if row else () for name, row in rows.items()
+        }
+        return replace(self, inputs=self.inputs[chosen], targets=self.targets[chosen], **chosen_rows)
 
     def identity(self, count: int | None = None) -> str | None:
         """Hash the first `count` images of files as decoded, with their labels and column; None without files.

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from gradveil.core.errors import fail
+from gradveil.core.formatting import listing
 from gradveil.data.dataset import Dataset
+from gradveil.data.tables import is_frame, of_frame
 
 Examples = tuple[Any, Any] | Mapping[str, Any] | Dataset | torch.utils.data.Dataset[Any] | Iterable[Any]
 """(inputs, targets), a dictionary of both, a data set, or batches of a loader."""
@@ -34,7 +36,7 @@ def tensors_of(
     """Return examples as tensors (inputs, targets); what is no examples is returned as it is, for a check to report.
 
     Of data sets and loaders, at most `limit` examples are read. Images in bytes become (pixel / 255 - mean) / std, with
-    the channels first, and a warning says so. Other inputs keep their values.
+    the channels first, and a warning says so. A data frame of numbers becomes vectors. Other inputs keep their values.
 
     >>> inputs, targets = tensors_of({"pixel_values": np.zeros((2, 1, 4, 4)), "labels": [0, 1]}, "batch")
     >>> inputs.shape, inputs.dtype, targets
@@ -42,6 +44,14 @@ def tensors_of(
     """
     if isinstance(given, Dataset):
         return given.inputs[:limit], given.targets[:limit]
+    if is_frame(given):
+        what = f"is a data frame of the columns {listing(map(str, _names(given)))}; nothing says which holds the labels"
+        remedy = (
+            "give (frame without the labels, labels) if the model reads the numbers as they are, or "
+            "data = gradveil.data.table(frame, label='...') and data.private for a model of standardised numbers and "
+            "one-hot categories"
+        )
+        raise fail(where, what, remedy)
     if isinstance(given, Mapping):
         pair = _of_mapping(given, where)
     elif _is_pair(given):
@@ -56,6 +66,38 @@ def tensors_of(
     else:
         return given
     return _inputs(pair[0], where, mean, std), _targets(pair[1])
+
+
+def column_names(given: Any) -> tuple[str, ...]:
+    """Return the names of the columns, if the inputs are a data frame; otherwise nothing.
+
+    >>> column_names((torch.zeros(2, 3), [0, 1]))
+    ()
+    """
+    if isinstance(given, Mapping):
+        inputs = next((given[name] for name in INPUTS if name in given), None)
+    else:
+        inputs = given[0] if _is_pair(given) else given
+    return tuple(map(str, _names(inputs))) if is_frame(inputs) else ()
+
+
+def _names(frame: Any) -> Sequence[Any]:
+    return frame.column_names if hasattr(frame, "column_names") else list(frame.columns)
+
+
+def _of_frame(frame: Any, where: str) -> Tensor:
+    """Turn a data frame of numbers into vectors; empty cells are not a number."""
+    names = [*map(str, _names(frame))]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise fail(where, f"has two columns '{twice}'", "name each differently")
+    columns = of_frame(frame, where)
+    for name, cells in columns.items():
+        if (odd := next((cell for cell in cells if not isinstance(cell, int | float | None)), None)) is not None:
+            what = f"column '{name}' holds {odd!r}, and inputs are numbers"
+            remedy = "leave it out, or give gradveil.data.table(frame, label='...'), which makes categories one-hot"
+            raise fail(where, what, remedy)
+    filled = [[torch.nan if cell is None else cell for cell in cells] for cells in columns.values()]
+    return torch.tensor(filled, dtype=torch.float32).T.contiguous()
 
 
 def _is_pair(given: Any) -> bool:
@@ -117,6 +159,8 @@ def _tensor(value: Any) -> Tensor:
 
 def _inputs(given: Any, where: str, mean: Sequence[float] | None, std: Sequence[float] | None) -> Any:
     """Convert inputs to a tensor, and images in bytes to normalised pixels with the channels first."""
+    if is_frame(given):
+        return _of_frame(given, where)
     pictures = isinstance(given, list | tuple) and given and not isinstance(given[0], int | float)
     if not isinstance(given, Tensor | np.ndarray) and not pictures:
         return given

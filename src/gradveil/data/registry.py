@@ -179,6 +179,7 @@ def load(
     client_seed: int | None = None,
     tokenizer: str | None = None,
     tokens: int | None = None,
+    person: str | None = None,
 ) -> Splits:
     """Load the public and private images of a data set by its short name, Hugging Face name, or path.
 
@@ -186,10 +187,11 @@ def load(
     limits keep the first images of each split and decode no others. `normalise`: `"dataset"` uses the published mean
     and std, or else those of the (decoded) public images; `"none"` leaves pixels in [0, 1]; a pair (means, stds) is
     used as it is. `column` names an additional column of the public images to read. `columns` declares columns of a
-    table as "number" or "category". With `client_seed` the private
-    images are those of one of ten clients: a tenth of the training images, drawn and put in random order by the seed.
-    The others stay public, and the test images are not read. Texts are cut after `tokens`, by a `tokenizer` of
-    transformers: a folder or a name of the user's cache; without one the vocabulary is learned from public texts.
+    table as "number" or "category", and `person` is its column that names persons, which is no input. With
+    `client_seed` the private images are those of one of ten clients: a tenth of the training images, drawn and put in
+    random order by the seed. The others stay public, and the test images are not read. Texts are cut after `tokens`, by
+    a `tokenizer` of transformers: a folder or a name of the user's cache; without one the vocabulary is learned from
+    public texts.
 
     >>> splits = load("digits", normalise="none", limit_private=8)
     >>> tuple(splits.private.inputs.shape), splits.private.targets.tolist()
@@ -198,6 +200,8 @@ def load(
     _check(name, size, channels, normalise, limit_public, limit_private)
     if columns and kind_of(name) != "rows":
         raise fail("columns", f"are kinds of a table's columns, and {name!r} holds {kind_of(name)}", "remove them")
+    if person and kind_of(name) != "rows":
+        raise fail("person", f"is a column of a table, and {name!r} holds {kind_of(name)}", "remove it")
     if (kind := kind_of(name)) != "images":
         folder = data_dir or os.environ.get(DATA_DIR)
         where = Path(folder).expanduser() if folder else None
@@ -205,7 +209,7 @@ def load(
         if kind == "texts":
             rows = texts.open_texts(name, where, label_column, source, tokenizer, tokens)
         else:
-            rows = tables.open_rows(name, where, label_column, source, column, columns)
+            rows = tables.open_rows(name, where, label_column, source, column, columns, person)
         if client_seed is not None:
             others, own = _client(len(rows.public), client_seed)
             rows = Splits(rows.public.subset(others), rows.public.subset(own))

@@ -11,6 +11,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,25 +101,67 @@ def _typed(cells: Sequence[str]) -> list[Any]:
     return [cell if cell.strip() else None for cell in cells]
 
 
-def of_frame(frame: Any) -> Values:
-    """Turn a data frame of pandas, polars or pyarrow, or a mapping of columns, into plain values."""
+def is_frame(given: Any) -> bool:
+    """Report whether this is a data frame of pandas, polars or pyarrow.
+
+    >>> is_frame({"age": [41]})
+    False
+    """
+    return hasattr(given, "columns") and (hasattr(given, "to_dict") or hasattr(given, "to_pydict"))
+
+
+def of_frame(frame: Any, where: str = "table") -> Values:
+    """Turn a data frame of pandas, polars or pyarrow, or a mapping of columns, into plain values.
+
+    Columns may be lists, series, arrays or tensors.
+
+    >>> of_frame({"age": torch.tensor([41.5, 23.0]), "sex": ["f", None]})
+    {'age': [41.5, 23.0], 'sex': ['f', None]}
+    """
     if hasattr(frame, "to_pydict"):  # pyarrow
         return frame.to_pydict()
     made = frame.to_dict(as_series=False) if hasattr(frame, "get_columns") else frame
     made = made.to_dict("list") if hasattr(made, "iloc") else made
-    return {str(name): [None if _missing(value) else value for value in values] for name, values in made.items()}
+    if not isinstance(made, Mapping):
+        remedy = "give a data frame, or a dict of columns; audit and invert take (array, labels) themselves"
+        raise fail(where, f"is {type(frame).__name__}", remedy)
+    values = {str(name): [_plain(cell) for cell in _listed(cells)] for name, cells in made.items()}
+    lengths = {len(cells): name for name, cells in values.items()}
+    if len(lengths) > 1:
+        (one, first), (other, second), *_ = lengths.items()
+        what = f"has {one} values in column '{first}' and {other} in column '{second}'"
+        raise fail(where, what, "give one value per row")
+    return values
+
+
+def _listed(cells: Any) -> Sequence[Any]:
+    """Turn an array, a tensor or a series into a list of plain values."""
+    return cells.tolist() if hasattr(cells, "tolist") else cells
+
+
+def _plain(cell: Any) -> Any:
+    """Turn a number of NumPy or torch into a plain one, and an empty cell into None."""
+    value = cell.item() if hasattr(cell, "item") else cell
+    return None if _missing(value) else value
 
 
 def _missing(value: Any) -> bool:
     """Report whether a cell is empty: None, not a number, or pandas' NA, which has no truth value."""
-    return value is None or type(value).__name__ == "NAType" or bool(value != value)
+    return value is None or type(value).__name__ == "NAType" or (not isinstance(value, list) and bool(value != value))
 
 
-def table(frame: Any, label: str | None = None, private: Any = None, columns: Kinds | None = None) -> Splits:
+def table(
+    frame: Any,
+    label: str | None = None,
+    private: Any = None,
+    columns: Kinds | None = None,
+    person: str | None = None,
+) -> Splits:
     """Make data of a data frame (pandas, polars, pyarrow) or a mapping of columns, with this label column.
 
-    `private` holds the private rows; without it, every fourth row of each class is private. `columns` declares columns
-    as "number" or "category".
+    Columns of a mapping are lists, series, arrays or tensors. `private` holds the private rows; without it, every
+    fourth row of each class is private. `columns` declares columns as "number" or "category". `person` is a column that
+    names the person of each row: models do not read it, and an audit measures whether rows of a person can be linked.
 
     >>> data = table({"age": [20.5 + i for i in range(12)], "sex": ["f", "m"] * 6, "ill": [0, 1] * 6}, label="ill")
     >>> data.private
@@ -126,7 +169,9 @@ def table(frame: Any, label: str | None = None, private: Any = None, columns: Ki
     """
     values = of_frame(frame)
     halves = shared_out(values, label_of(values, "table", label)) if private is None else None
-    return splits_of(halves or Halves(values, of_frame(private)), "table", label, kinds=columns)
+    return splits_of(
+        halves or Halves(values, of_frame(private, "private")), "table", label, kinds=columns, person=person
+    )
 
 
 def open_rows(
@@ -136,13 +181,14 @@ def open_rows(
     source: str = "",
     column: str | None = None,
     kinds: Kinds | None = None,
+    person: str | None = None,
 ) -> Splits:
     """Load a table by its name: `NAME-train.parquet` and `NAME-test.parquet` in the data folder, or a file.
 
     Of a single file every fourth row of each class is private. Means, deviations, ranges and levels are those of the
     public rows alone.
     """
-    return splits_of(_halves(name, data_dir, label), name, label, source, column, kinds)
+    return splits_of(_halves(name, data_dir, label), name, label, source, column, kinds, person)
 
 
 def splits_of(
@@ -152,9 +198,18 @@ def splits_of(
     source: str = "",
     column: str | None = None,
     kinds: Kinds | None = None,
+    person: str | None = None,
 ) -> Splits:
-    """Make data of public and private rows; `column` names one of which `Dataset.column` keeps the public values."""
+    """Make data of public and private rows; `column` names one of which `Dataset.column` keeps the public values.
+
+    The column `person` is no input: `Dataset.persons` keeps its values.
+    """
     target = label_of(halves.public, name, label)
+    if person is not None and (person not in halves.public or person == target):
+        others = ", ".join(name for name in halves.public if name != target)
+        raise fail("person", f"names '{person}', which is no column beside the label", f"choose among: {others}")
+    people = [tuple(half.get(person, ())) if person else () for half in halves]
+    halves = Halves(*({name: cells for name, cells in half.items() if name != person} for half in halves))
     kinds = kinds or {}
     refuse([*_problems(halves, target, name), *_kind_problems(halves, target, kinds)])
     features = [column for column in halves.public if column != target]
@@ -166,8 +221,15 @@ def splits_of(
     kept = [tuple(halves.public[target if column == "label" else column]) if column else (), ()]
     return Splits(
         *(
-            _made(f"{name}/{split}", space, half, labels, classes, source or f"{name}, as given by the user.", extra)
-            for split, half, labels, extra in zip(("public", "private"), halves, numbers, kept, strict=True)
+            replace(
+                _made(
+                    f"{name}/{split}", space, half, labels, classes, source or f"{name}, as given by the user.", extra
+                ),
+                persons=named,
+            )
+            for split, half, labels, extra, named in zip(
+                ("public", "private"), halves, numbers, kept, people, strict=True
+            )
         )
     )
 
@@ -207,13 +269,16 @@ def fitted(name: str, values: Sequence[Any], kind: str | None = None) -> TableCo
         levels = levels if OTHER in levels else (*levels, OTHER)
         missing = len(values) - len(known)
         return TableColumn(name, levels, usual=max(*counts.values(), missing) / max(1, len(values)))
-    numbers = torch.tensor(known, dtype=torch.float64)
-    std = float(numbers.std(correction=0))
+    return replace(column_of_numbers(name, torch.tensor(known, dtype=torch.float64)), whole=whole)
+
+
+def column_of_numbers(name: str, numbers: Tensor, scaling: tuple[float, float] | None = None) -> TableColumn:
+    """Learn a column from its numbers [N]; `scaling` is the mean and deviation to use instead of theirs."""
+    mean, std = scaling or (float(numbers.mean()), float(numbers.std(correction=0)))
     std = std if std > 1e-12 else 1.0
-    middle = numbers.median()
-    usual = float(((numbers - middle).abs() <= TOLERANCE * std).double().mean())
+    usual = float(((numbers - numbers.median()).abs() <= TOLERANCE * std).double().mean())
     low, high = float(numbers.min()), float(numbers.max())
-    return TableColumn(name, (), float(numbers.mean()), std, low, max(high, low + 1e-9), whole, usual)
+    return TableColumn(name, (), mean, std, low, max(high, low + 1e-9), usual=usual)
 
 
 def placed_values(column: TableColumn, values: Sequence[Any]) -> Tensor:

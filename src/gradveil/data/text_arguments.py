@@ -63,6 +63,9 @@ def text_arguments(
     if read is None and examples is not None:
         what = f"holds no texts for a model that reads token numbers ({type(examples).__name__})"
         raise fail(where, what, "give (texts, labels), whole token numbers [N, T] with labels, or a tokenizer's dict")
+    if not reads and table is None and read is not None and not read.strings:
+        what = "holds whole numbers, which are read as token numbers, and the model has no table of words"
+        raise fail(where, what, "give rows in floating point: inputs.float(); or a model with an nn.Embedding")
     if reads or table is None:
         net, changes = reading_tokens(model, torch.zeros(1, 32, dtype=torch.long))
         words, speaks = Words(net.vocabulary_size, net.layout.padding, net.most_tokens), net.layout.predicts_words

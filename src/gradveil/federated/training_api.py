@@ -28,7 +28,8 @@ from gradveil.core.given_objects import named
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Loss
 from gradveil.data import Dataset, Splits
-from gradveil.data.given_examples import tensors_of
+from gradveil.data.given_examples import column_names, tensors_of
+from gradveil.data.given_rows import are_vectors, space_of_vectors
 from gradveil.data.pixel_range import Bounds, pixel_statistics
 from gradveil.data.text_arguments import text_arguments
 from gradveil.defences import Defence, parse
@@ -153,6 +154,7 @@ def train_model(
 ) -> TrainResult:
     """Train a custom model on custom data. `gradveil.train` documents the arguments."""
     model, data, test = _of_texts(model, data, test, tokenizer, length)
+    columns = column_names(data)
     data, test = (
         examples
         if isinstance(examples, Dataset | Splits) or examples is None
@@ -162,7 +164,7 @@ def train_model(
     problems = list(_wrong_objects(model, data, test, settings))
     against = named("defences", defences, partial(parse, own=True), problems)
     refuse(problems)
-    splits = _splits(model, data, test, bounds, mean, std)
+    splits = _splits(model, data, test, columns, bounds, mean, std)
     model = adopted(model, splits.public.inputs[:1])
     if prepare:
         few = splits.public.subset(range(min(4, len(splits.public))))
@@ -217,11 +219,11 @@ def _wrong_objects(model: Any, data: Any, test: Any, settings: Mapping[str, Any]
     for name, examples in (("data", data), ("test", test)):
         pair = isinstance(examples, tuple) and len(examples) == 2 and all(isinstance(part, Tensor) for part in examples)
         if not (isinstance(examples, Dataset) or pair or (both and name == "data") or examples is None):
-            remedy = "pass (inputs [N, C, H, W], targets [N]), a dict of both, a data set or a DataLoader"
+            remedy = "pass (inputs, targets [N]), a dict of both, a data set or a DataLoader"
             yield Problem(name, f"is {type(examples).__name__}", remedy)
-        elif pair and cast("tuple[Tensor, Tensor]", examples)[0].dim() != 4:
-            shape = tuple(cast("tuple[Tensor, Tensor]", examples)[0].shape)
-            yield Problem(name, f"holds inputs of shape {shape}", "give inputs [N, C, H, W]: add sides of length 1")
+        elif pair and not (are_vectors(inputs := cast("tuple[Tensor, Tensor]", examples)[0]) or inputs.dim() == 4):
+            what = f"holds inputs of {inputs.dtype} {tuple(inputs.shape)}"
+            yield Problem(name, what, "give images [N, C, H, W], or rows of numbers [N, D] in floating point")
     for name in {"data", "model", "seeds", "name"} & set(settings):
         yield Problem(name, "is no setting here: it is an argument of gradveil.train", "remove it")
 
@@ -230,6 +232,7 @@ def _splits(
     model: nn.Module,
     data: Splits | Dataset | tuple[Tensor, Tensor],
     test: Dataset | tuple[Tensor, Tensor] | None,
+    columns: Sequence[str],
     bounds: Bounds,
     mean: Sequence[float] | None,
     std: Sequence[float] | None,
@@ -239,7 +242,10 @@ def _splits(
         return data
     parts = (data, cast("Dataset | tuple[Tensor, Tensor]", test))
     tensors = [part[0] for part in parts if not isinstance(part, Dataset)]
-    (centre, scale), _ = pixel_statistics(bounds, mean, std, tensors)
+    space = next((part.example for part in parts if isinstance(part, Dataset)), None)
+    if space is None and tensors and are_vectors(tensors[0]):
+        space = space_of_vectors(tensors[0], columns, bounds, mean, std)
+    (centre, scale), _ = pixel_statistics(bounds, mean, std, tensors) if space is None else (((0.0,), (1.0,)), False)
     names = next((part.classes for part in parts if isinstance(part, Dataset)), None)
     if names is None:
         names = tuple(str(number) for number in range(count_classes(model, tensors[0][:1])))
@@ -247,7 +253,7 @@ def _splits(
     def wrapped(name: str, part: Dataset | tuple[Tensor, Tensor]) -> Dataset:
         if isinstance(part, Dataset):
             return part
-        return Dataset(name, part[0].detach().cpu().float(), part[1].cpu(), names, centre, scale)
+        return Dataset(name, part[0].detach().cpu().float(), part[1].cpu(), names, centre, scale, example=space)
 
     return Splits(wrapped("data", parts[0]), wrapped("test", parts[1]))
 

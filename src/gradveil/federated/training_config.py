@@ -27,7 +27,7 @@ UNSEEN = "unseen"
 
 
 _COLUMNS = ("image_column", "label_column")
-_LATER = {**dict.fromkeys((*_COLUMNS, "columns", "tokenizer", "tokens")), "train_on": "auxiliary"}
+_LATER = {**dict.fromkeys((*_COLUMNS, "columns", "person", "tokenizer", "tokens")), "train_on": "auxiliary"}
 """Settings of data that runs from before them do not have, with their defaults."""
 
 
@@ -69,6 +69,9 @@ class DataConfig(Section):
     """For texts: their most tokens, 32 by default. Longer texts are cut."""
     columns: dict[str, Literal["number", "category"]] | None = None
     """Kinds of a table's columns, by name: `{ age = "number" }`. Those of the others follow from their values."""
+    person: Name | None = None
+    """Column of a table that names the person of each row. Models do not read it; the
+    [assurance statement](../how-to/sign-off.md) says whether an attack links rows of one person."""
 
     @model_serializer(mode="wrap")
     def _without_later_defaults(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:

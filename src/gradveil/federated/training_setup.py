@@ -59,11 +59,12 @@ def open_images(
             client_seed=client_seed,
             tokenizer=config.tokenizer,
             tokens=config.tokens,
+            person=config.person,
         )
     except GradveilError as error:
         raise GradveilError(
             Problem(
-                f"data.{p.where}" if p.where.startswith("columns") else f"data: {p.where}",
+                f"data.{p.where}" if p.where.startswith(("columns", "person")) else f"data: {p.where}",
                 p.what,
                 _COLUMN.sub(r"data.\1", p.remedy),
             )

@@ -74,7 +74,7 @@ def sections(shown: Mapping[str, Any]) -> list[PageSection]:
 
 def _titles(words: ExampleWords) -> tuple[str, str]:
     """Name the section of private examples and reconstructions, for the menu and in full."""
-    short = "Pictures" if words == ExampleWords() else words.plural.capitalize()
+    short = "Pictures" if words.drawn else words.plural.capitalize()
     return short, f"Private {words.plural} and reconstructions"
 
 

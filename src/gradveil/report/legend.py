@@ -44,7 +44,7 @@ def _scores(thresholds: Sequence[float], row: Row) -> Terms:
         (
             "Recovered",
             f"the SSIM of a reconstruction to its private image is above {limit}{window_note(row.info)}."
-            if words == ExampleWords()
+            if words.drawn
             else " or ".join(words.recovered(each) for each in thresholds) + ".",
         ),
         (

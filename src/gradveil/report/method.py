@@ -9,7 +9,6 @@ from typing import Any
 from gradveil.audit.attack_selection import ATTACKERS, POSITIONS
 from gradveil.audit.result_rows import Row
 from gradveil.core.formatting import listing, number, plural
-from gradveil.core.space import ExampleWords
 
 
 def section(info: Mapping[str, Any], rows: Sequence[Row], scored: Sequence[Row]) -> dict[str, Any]:
@@ -83,7 +82,7 @@ def bounds(rows: Sequence[Row]) -> list[tuple[str, str]]:
     names: dict[str, list[str]] = {}
     for row in rows:
         bound, reason = row.info.get("bound"), row.info.get("unbounded")
-        if row.words.kind != ExampleWords.kind:  # the prior is one of images
+        if not row.words.has_prior:
             continue
         if bound and not row.undefended:
             text = f"no attacker can have a lower mean squared error than {number(bound['mse'])} in expectation"

@@ -16,7 +16,6 @@ from torch.nn.functional import interpolate
 
 from gradveil.audit.result_rows import Row
 from gradveil.core.formatting import number
-from gradveil.core.space import ExampleWords
 
 SIDE = 128
 """Pixels of the longer side of a picture, at most: larger images are averaged down to it."""
@@ -145,7 +144,7 @@ def _known(value: float | None) -> float:
 
 def room_of_each(rows: Sequence[Row]) -> int:
     """Return how many images of each trial the page has room for."""
-    drawn = [row for row in rows[:1] if row.words == ExampleWords()]
+    drawn = [row for row in rows[:1] if row.words.drawn]
     sizes = [images["reconstruction"].shape for row in drawn if (images := row.trial.images())]
     if not sizes:
         return 0
@@ -157,7 +156,7 @@ def room_of_each(rows: Sequence[Row]) -> int:
 
 def pictures_of(row: Row, room: int) -> TrialPictures | None:
     """Encode the first images of a trial; None where the run kept none."""
-    images = (row.trial.images() or {}) if row.words == ExampleWords() else {}
+    images = (row.trial.images() or {}) if row.words.drawn else {}
     if "truth" not in images or "reconstruction" not in images:
         return None
     flat = {name: value.detach().float().flatten(0, 1) for name, value in images.items() if name != "nearest"}

@@ -316,7 +316,7 @@ def unbounded(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """List the defences without a known bound of the error, with the reason."""
     names: dict[str, list[str]] = {}
     for row in rows:
-        if row.words.kind == ExampleWords.kind and (reason := row.info.get("unbounded")):
+        if row.words.has_prior and (reason := row.info.get("unbounded")):
             names.setdefault(str(reason), []).append(row.defence_name)
     return [(listing(dict.fromkeys(each)), reason) for reason, each in names.items()]
 

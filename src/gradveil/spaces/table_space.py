@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
@@ -37,6 +38,18 @@ class TableColumn:
     """The share of public rows that the best constant is right for."""
     inferred: float = 0.0
     """The share of public rows that a linear model of the other columns is right for."""
+    standardised: bool = True
+    """Whether a model reads (number - mean) / std; otherwise it reads the numbers as they are."""
+
+    @property
+    def scaling(self) -> tuple[float, float]:
+        """The centre and the scale of a number's input: it is (number - centre) / scale."""
+        return (self.mean, self.std) if self.standardised else (0.0, 1.0)
+
+    @property
+    def tolerance(self) -> float:
+        """The largest error of a right number's input."""
+        return TOLERANCE * self.std / self.scaling[1]
 
     @property
     def guessed(self) -> float:
@@ -65,8 +78,8 @@ class TableColumn:
 class TableSpace(Space):
     """Rows of these columns.
 
-    Inputs are numbers as (number - mean) / std, and categories as one-hot vectors in the order of their levels. Views
-    have one number a column: the number itself, or the place of the level.
+    Inputs are numbers as (number - mean) / std, or as they are where columns say so, and categories as one-hot vectors
+    in the order of their levels. Views have one number a column: the number itself, or the place of the level.
 
     >>> space = TableSpace((TableColumn("age", mean=40.0, std=10.0), TableColumn("sex", ("female", "male"))))
     >>> space.encode(torch.tensor([50.0, 1.0])).tolist(), space.view(torch.tensor([1.0, 0.2, 0.8])).tolist()
@@ -111,7 +124,8 @@ class TableSpace(Space):
         """Return the smallest and largest inputs: of the public numbers, and 0 and 1 of categories."""
         low, high = list[float](), list[float]()
         for column in self.columns:
-            numbers = ((column.low - column.mean) / column.std, (column.high - column.mean) / column.std)
+            centre, scale = column.scaling
+            numbers = ((column.low - centre) / scale, (column.high - centre) / scale)
             least, most = (0.0, 1.0) if column.levels else numbers
             low += [least] * column.width
             high += [most] * column.width
@@ -121,13 +135,15 @@ class TableSpace(Space):
         """Return None: a private number may lie outside the public ones."""
 
     def encode(self, views: Tensor) -> Tensor:
-        """Standardise numbers, and write categories as one-hot vectors."""
+        """Turn numbers into inputs, and write categories as one-hot vectors."""
+        parts = views.split([len(group) for group in self._groups], -1)
         return torch.cat(
             [
-                one_hot(cells.nan_to_num(0.0).round().long(), len(column.levels)).to(views)
-                if column.levels
-                else ((cells - column.mean) / column.std)[..., None]
-                for column, cells in zip(self.columns, views.unbind(-1), strict=True)
+                one_hot(cells[..., 0].nan_to_num(0.0).round().long(), len(group[0].levels)).to(views)
+                if group[0].levels
+                else (cells - _row(cells, [column.scaling[0] for column in group]))
+                / _row(cells, [column.scaling[1] for column in group])
+                for group, cells in zip(self._groups, parts, strict=True)
             ],
             -1,
         )
@@ -135,13 +151,15 @@ class TableSpace(Space):
     def view(self, inputs: Tensor) -> Tensor:
         """Turn inputs into cells: the likeliest level of each category; a cell with NaN is NaN."""
         cells = list[Tensor]()
-        for column, part in self._parts(inputs):
-            if column.levels:
-                cells.append(torch.where(part.isnan().any(-1), torch.nan, part.argmax(-1).to(part)))
+        for group, part in self._parts(inputs):
+            if group[0].levels:
+                cells.append(torch.where(part.isnan().any(-1), torch.nan, part.argmax(-1).to(part))[..., None])
                 continue
-            value = part[..., 0] * column.std + column.mean
-            cells.append((value.round() if column.whole else value) + 0.0)  # no negative zeros
-        return torch.stack(cells, -1)
+            centres, scales = (_row(part, [column.scaling[i] for column in group]) for i in (0, 1))
+            value = part * scales + centres
+            whole = torch.tensor([column.whole for column in group], device=part.device)
+            cells.append(torch.where(whole, value.round(), value) + 0.0)  # no negative zeros
+        return torch.cat(cells, -1)
 
     def written(self, views: Tensor) -> list[dict[str, str]]:
         """Write rows [N, K], the cells by their columns.
@@ -162,7 +180,7 @@ class TableSpace(Space):
         lower, upper = self.bounds(variables)
         inside = lower + (upper - lower) * variables.sigmoid()
         parts = zip(self._parts(variables), self._parts(inside), strict=True)
-        return torch.cat([free.softmax(-1) if column.levels else part for (column, free), (_, part) in parts], -1)
+        return torch.cat([free.softmax(-1) if group[0].levels else part for (group, free), (_, part) in parts], -1)
 
     def projected(self, inputs: Tensor) -> Tensor:
         """Move numbers into their bounds, and categories to their likeliest level."""
@@ -171,7 +189,8 @@ class TableSpace(Space):
 
     def pooled(self, inputs: Tensor) -> Tensor:
         """Pool answers [R, ..., width] of several restarts: the median of numbers, the mean of categories."""
-        return torch.cat([p.mean(0) if c.levels else p.median(0).values for c, p in self._parts(inputs)], -1)
+        parts = self._parts(inputs)
+        return torch.cat([part.mean(0) if group[0].levels else part.median(0).values for group, part in parts], -1)
 
     def agreement(self, inputs: Tensor) -> Tensor:
         """Return how far answers [R, ..., width] agree in each cell [..., K] (TabLeak's certainty, from 0 to 1).
@@ -180,16 +199,17 @@ class TableSpace(Space):
         share of answers within the tolerance of their median.
         """
         found = list[Tensor]()
-        for column, part in self._parts(inputs):
-            if column.levels:
+        for group, part in self._parts(inputs):
+            if group[0].levels:
                 shares = part.clamp(min=0).mean(0)
                 shares = shares / shares.sum(-1, keepdim=True).clamp(min=1e-12)
                 entropy = -torch.xlogy(shares, shares).sum(-1)
                 # Of two levels at least: log 1 = 0 would give 0 / 0 for a column with one level, which is certain.
-                found.append(1 - entropy / math.log(max(2, len(column.levels))))
+                found.append((1 - entropy / math.log(max(2, len(group[0].levels))))[..., None])
             else:
-                found.append(((part - part.median(0).values).abs() <= TOLERANCE).to(part).mean(0)[..., 0])
-        return torch.stack(found, -1)
+                apart = (part - part.median(0).values).abs()
+                found.append((apart <= _row(part, [column.tolerance for column in group])).to(part).mean(0))
+        return torch.cat(found, -1)
 
     def right(self, candidates: Tensor, truths: Tensor) -> Tensor:
         """Return which cells [..., K] are right: the same level, a number within the tolerance."""
@@ -284,9 +304,23 @@ class TableSpace(Space):
             found["surest"] = {"cells": count, "right": float(right.flatten()[best].mean())}
         return found
 
-    def _parts(self, inputs: Tensor) -> Iterator[tuple[TableColumn, Tensor]]:
-        yield from zip(self.columns, inputs.split([column.width for column in self.columns], -1), strict=True)
+    @cached_property
+    def _groups(self) -> tuple[tuple[TableColumn, ...], ...]:
+        """The columns in order: neighbouring numbers together, each category by itself."""
+        found = list[tuple[TableColumn, ...]]()
+        for levels, some in groupby(self.columns, lambda column: bool(column.levels)):
+            group = tuple(some)
+            found += [(column,) for column in group] if levels else [group]
+        return tuple(found)
+
+    def _parts(self, inputs: Tensor) -> Iterator[tuple[tuple[TableColumn, ...], Tensor]]:
+        widths = [sum(column.width for column in group) for group in self._groups]
+        yield from zip(self._groups, inputs.split(widths, -1), strict=True)
 
     def _scale(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        scale = torch.tensor([column.std for column in self.columns], dtype=like.dtype, device=like.device)
+        scale = _row(like, [column.std for column in self.columns])
         return scale, torch.tensor([bool(column.levels) for column in self.columns], device=like.device)
+
+
+def _row(like: Tensor, numbers: list[float]) -> Tensor:
+    return torch.tensor(numbers, dtype=like.dtype, device=like.device)

@@ -148,7 +148,8 @@ def closed_forms(experiment: Experiment, decisions: Sequence[Decision], *, calle
             for index, seen in each.weak.items():
                 where = f"client[{index}]" if several else "client"
                 fix = f"attack it so: {remedy}; {rule.ends}"
-                yield Problem(where, f"{rule.weakness}: {seen}", fix, severity="warning")
+                text = experiment.space.words.told(rule.weakness)
+                yield Problem(where, f"{text}: {seen}", fix, severity="warning")
 
 
 def untested(warning: str) -> str:

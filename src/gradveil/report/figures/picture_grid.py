@@ -54,7 +54,7 @@ class GridBlock:
 def grid_problems(panels: Sequence[AuditPanel], choices: FigureChoices) -> Iterator[Problem]:
     """Find trials without pictures, targets that no trial has, and scores that were not computed."""
     rows = [row for panel in panels for row in panel.rows]
-    if rows and all(row.words.kind != "images" for row in rows):
+    if rows and not any(row.words.drawn for row in rows):
         what = f"shows pictures, and these runs attack {rows[0].words.plural}"
         yield Problem("grid", what, f"choose the kind pareto; the report shows {rows[0].words.plural}")
         return
