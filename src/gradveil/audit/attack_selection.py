@@ -292,8 +292,7 @@ def control_attacks(config: RunConfig) -> list[str]:
 
 def met(config: RunConfig, defence: str) -> list[str]:
     """List the attacks of a run on one of its defences."""
-    kind = "images" if config.observed is not None else kind_of(config.data.name)
-    return list(attacks_against(config.attacks, defence, kind=kind))
+    return list(attacks_against(config.attacks, defence, kind=kind_of(config.data.name)))
 
 
 def first_met(config: RunConfig, attack: str) -> str:

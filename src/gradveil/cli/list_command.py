@@ -144,7 +144,9 @@ def _notes(kind: str, rows: Sequence[Row]) -> Iterator[str]:
         yield "`adaptive` stands for the attackers that aim at each defence; `gradveil list dp` names those of dp."
         yield "`malicious` stands for those who change the model that is sent."
     if kind == "metrics":
-        yield "MSE, PSNR and SSIM are always computed. To add others: --set 'metrics=[\"ssim_rescaled\"]'."
+        of_texts = "for sentences tokens in place, token recall, exact sentences, ROUGE-1, 2 and L, names and numbers"
+        yield f"Always computed: for images MSE, PSNR and SSIM; {of_texts}; for rows cells right and mean error."
+        yield "To add others, for images: --set 'metrics=[\"ssim_rescaled\"]'."
     if kind == "papers":
         yield "`gradveil list PAPER` shows the run files of a paper, with the commands that run them, and its tables."
         yield "PAPER/TABLE in the place of a defence stands for the defences of a table."

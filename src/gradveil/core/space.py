@@ -168,6 +168,10 @@ class Space(ABC):
         """
         return {}
 
+    def in_words(self, view: Tensor) -> str:
+        """Return a view in words; nothing for what is drawn."""
+        return ""
+
     def projected(self, inputs: Tensor) -> Tensor:
         """Turn what a search ends with into valid inputs."""
         return inputs

@@ -220,6 +220,7 @@ def guesses(rows: Sequence[Row]) -> list[dict[str, Any]]:
                     "name": f"client {observed['client']}, round {observed['round']}",
                     "labels": record["predicted"],
                     "objectives": (record["initial"], record["objective"]),
+                    "texts": [text for text in record.get("reconstructions", ()) if text],
                 }
                 for observed, record in zip(row.info["observed"], row.trial.records, strict=True)
             ],

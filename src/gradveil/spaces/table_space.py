@@ -284,6 +284,10 @@ class TableSpace(Space):
         drawn = torch.stack([cells.roll(step)[:tested] for step, cells in pairs], -1)
         return torch.stack([usual, drawn])
 
+    def in_words(self, view: Tensor) -> str:
+        """Return a row's cells with the names of their columns."""
+        return ", ".join(f"{column}: {cell}" for column, cell in self.written(view.unsqueeze(0))[0].items())
+
     def central(self, views: Tensor) -> Tensor:
         """Return the indices of the rows, those nearest to modes and medians first."""
         return self.cost(views, self.average(views)).argsort(stable=True)

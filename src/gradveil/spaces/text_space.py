@@ -77,6 +77,10 @@ class TextSpace(Space):
                 joined += (" " if joined else "") + token
         return joined
 
+    def in_words(self, view: Tensor) -> str:
+        """Return a text for people."""
+        return self.text(view)
+
     def model_facts(self) -> Mapping[str, Any]:
         """Return the number of words, the length of a text, and the number of padding."""
         return {"vocabulary": len(self.vocabulary), "length": self.shape[0], "padding": self.padding}

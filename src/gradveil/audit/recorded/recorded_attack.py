@@ -28,7 +28,7 @@ from gradveil.core.formatting import listing, number, percent, plural
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, norm, stack, take
-from gradveil.core.types import Batch
+from gradveil.core.types import Batch, placed
 from gradveil.federated.training_config import UNSEEN
 from gradveil.metrics import cosine, relative_distance
 from gradveil.nn.weight_files import put_weights
@@ -147,8 +147,12 @@ def _unscored(experiment: Experiment, trial: TrialAddress, found: Recovered, nam
         }
         for v, status in enumerate(found.statuses)
     ]
-    kept = {"reconstruction": experiment.views(tensors["inputs"]).float().nan_to_num(0.5).contiguous()}
-    return Trial(info, records, None, kept if experiment.config.images else {})
+    views, private = experiment.views(tensors["inputs"]), experiment.config.images
+    if private and not experiment.space.pictured:
+        texts = [[experiment.space.in_words(view) for view in batch] for batch in views]
+        records = [{**record, "reconstructions": own} for record, own in zip(records, texts, strict=True)]
+    kept = {"reconstruction": views.float().nan_to_num(0.5).contiguous()}
+    return Trial(info, records, None, kept if private else {})
 
 
 def doubts(experiment: Experiment, observed: Observed, trial: TrialAddress, inputs: Tensor) -> Iterator[str]:
@@ -168,7 +172,9 @@ def doubts(experiment: Experiment, observed: Observed, trial: TrialAddress, inpu
     if narrow:
         yield f"values travelled as {listing(sorted(narrow))}: what rounding took away is lost to attackers too"
     believed, seen = sighting(experiment, observed, trial, range(1))
-    yield from _unlike(_simulated(experiment, trial, believed, seen.params), {n: v[0] for n, v in seen.update.items()})
+    ours = _simulated(experiment, trial, believed, seen.params)
+    drawn = "random images" if experiment.space.pictured else f"public {experiment.space.words.plural}"
+    yield from _unlike(ours, {n: v[0] for n, v in seen.update.items()}, drawn)
     if config.data.name == UNSEEN and config.data.mean is None:
         lower, upper = experiment.space.bounds(inputs)
         share = float(((inputs <= lower) | (inputs >= upper)).double().mean())
@@ -191,13 +197,22 @@ def _otherwise(facts: Mapping[str, Any], defence: str, client: Mapping[str, Any]
 
 
 def _simulated(experiment: Experiment, trial: TrialAddress, client: Client, params: Tensors) -> Tensors:
-    """Let simulated clients send updates of random images, leading V: what sort of values they send."""
+    """Let simulated clients send updates of random images, or of public texts or rows: [V, ...].
+
+    Random tokens would be no texts.
+    """
     key, size = Key(trial.seed, (Stream.SIMULATED,)), experiment.config.client[trial.client].examples
     lower, upper = experiment.space.bounds(next(iter(params.values())))
     draw = key.child(Stream.INPUTS).generator()
-    pixels = torch.rand((_DRAWS, size, *experiment.space.shape), generator=draw).to(lower)
+    if experiment.space.pictured:
+        pixels = torch.rand((_DRAWS, size, *experiment.space.shape), generator=draw).to(lower)
+        inputs = lower + (upper - lower) * pixels
+    else:
+        known = (experiment.public or experiment.private).inputs
+        chosen = known[torch.randint(len(known), (_DRAWS, size), generator=draw).to(known.device)]
+        inputs = placed(chosen, lower.device, experiment.dtype)
     targets = torch.randint(experiment.classes, (_DRAWS, size), generator=draw).to(lower.device)
-    batch = Batch(lower + (upper - lower) * pixels, targets)
+    batch = Batch(inputs, targets)
     spec = client.noise_spec(params, Batch(batch.inputs[0], targets[0]))
     rows = stack([spec.sample(key.child(i)) for i in range(_DRAWS)])
     noise = {name: value.to(lower.device) for name, value in rows.items()}
@@ -205,8 +220,8 @@ def _simulated(experiment: Experiment, trial: TrialAddress, client: Client, para
     return updates(client, params, batch, noise, state)[0]
 
 
-def _unlike(believed: Tensors, seen: Tensors) -> Iterator[str]:
-    """Say in what an update differs that no images explain: zeros, values on a grid, scale."""
+def _unlike(believed: Tensors, seen: Tensors, drawn: str) -> Iterator[str]:
+    """Say in what an update differs that no examples explain, from updates of those drawn: zeros, values, scale."""
     each = [take(believed, [i]) for i in range(_DRAWS)]
     zeros = [_zeros(update) for update in (believed, seen)]
     if abs(zeros[0] - zeros[1]) > _APART:
@@ -222,7 +237,7 @@ def _unlike(believed: Tensors, seen: Tensors) -> Iterator[str]:
     size, sizes = float(norm(seen)), [float(norm(update)) for update in each]
     if not min(sizes) / _SCALE < size < max(sizes) * _SCALE:
         told = f"of what was sent the norm is {number(size)}, of what the simulated client sends {number(fmean(sizes))}"
-        yield f"{told} for random images: look at the step size, the number of steps, and whether it clips"
+        yield f"{told} for {drawn}: look at the step size, the number of steps, and whether it clips"
 
 
 def _zeros(update: Tensors) -> float:
