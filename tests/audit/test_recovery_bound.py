@@ -1,15 +1,23 @@
 """Proven probabilities of recovery stand in the records, and no attack exceeds them."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import gradveil
+from gradveil.attacks.protocol import Reconstruction
 from gradveil.audit.baselines import Gallery
 from gradveil.audit.error_bound import best_chances
 from gradveil.audit.result_rows import Row, summarise
+from gradveil.data import Dataset, load
 from gradveil.metrics import wilson
+from gradveil.nn import build
 from gradveil.theory.reconstruction_robustness import gaussian
 from tests.audit.runs import config, execute, legend
 
@@ -35,6 +43,77 @@ def test_no_measured_rate_exceeds_its_bound(tmp_path: Path) -> None:
                 assert limit["guess"] <= limit["bound"] <= 1
                 assert wilson(row.identifiable, row.images)[0] <= limit["bound"]
                 assert row.bounds[0] <= limit["bound_recovered"]
+
+
+@dataclass(frozen=True)
+class InformedGuess:
+    """The attacker of the bound: the likeliest of candidates whose clipped gradients it knows."""
+
+    candidates: Tensor
+    targets: Tensor
+    gradients: Mapping[str, Tensor]
+    name: str = "informed-guess"
+    simulated_client: str = "naive"
+    knowledge: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, observations: Any, client: Any, knowledge: Any, key: Any, *_: Any, **__: Any) -> Reconstruction:
+        sent = observations[-1].update
+        own = torch.cat([self.gradients[name].flatten(1) for name in sent], 1)
+        seen = torch.cat([value.flatten(1) for value in sent.values()], 1)
+        apart = torch.cdist(seen / seen.norm(dim=1, keepdim=True).clamp(min=1), own)
+        best = apart.argmin(1)
+        return Reconstruction(self.candidates[best, None], self.targets[best, None], objective=apart.amin(1))
+
+
+def informed(model: nn.Module, data: Dataset) -> InformedGuess:
+    client = gradveil.Client(model)
+    gradients = list[dict[str, Tensor]]()
+    for place in range(len(data)):
+        loss = client.loss(model(data.inputs[place : place + 1]), data.targets[place : place + 1]).mean()
+        named = dict(model.named_parameters())
+        each = dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+        norm = torch.cat([value.flatten() for value in each.values()]).norm()
+        gradients.append({name: value / norm.clamp(min=1) for name, value in each.items()})
+    stacked = {name: torch.stack([each[name] for each in gradients]) for name in gradients[0]}
+    return InformedGuess(data.inputs, data.targets, stacked)
+
+
+@pytest.mark.parametrize("sigma", [0.4, 0.5])
+def test_no_guess_at_rows_exceeds_its_bound(sigma: float) -> None:
+    pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
+    data = load("census")
+    few, facts = data.private.subset(range(24)), data.public.space.model_facts()
+    net = build("tabular-mlp", classes=2, generator=torch.Generator().manual_seed(0), example=facts)
+    against = ["none", f"dp(clip=1, sigma={sigma})"]
+    result = gradveil.audit(
+        net, few, attacks=[informed(net, few)], defences=against, public=data.public, target_clients=24
+    )
+    rows = {trial.info["defence"]: Row(place, trial) for place, trial in enumerate(result.trials)}
+    assert rows["none"].identifiable > 20  # it works
+    assert rows[against[1]].identifiable > 0
+    within_its_bound(rows[against[1]])
+
+
+def test_no_attack_on_sentences_exceeds_its_bound(tmp_path: Path) -> None:
+    pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
+    chosen = config(
+        data={"name": "reviews"},
+        model={"name": "small-encoder", "options": {"width": 96}},
+        attacks=["span-rank"],
+        defences=["none", "dp(clip=1, sigma=0.5)"],
+        target_clients=4,
+    )
+    found, _ = execute(chosen, tmp_path / "run")
+    rows = {trial.info["defence"]: Row(place, trial) for place, trial in enumerate(found.trials)}
+    assert rows["none"].identifiable == 4  # it works
+    within_its_bound(rows["dp(clip=1, sigma=0.5)"])
+
+
+def within_its_bound(row: Row) -> None:
+    (limit,) = [each for each in row.info["recovery_bounds"] if each["of"] == "watched"]
+    assert 0.1 < limit["bound"] < 0.9
+    assert wilson(row.identifiable, row.images)[0] <= limit["bound"]
+    assert row.bounds[0] <= limit["bound_recovered"]
 
 
 def test_bound_follows_noise_rounds_and_guess(tmp_path: Path) -> None:
