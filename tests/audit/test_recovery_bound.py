@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -53,10 +53,12 @@ class InformedGuess:
     targets: Tensor
     gradients: Mapping[str, Tensor]
     name: str = "informed-guess"
-    simulated_client: str = "naive"
+    simulated_client: Literal["naive", "full"] = "naive"
     knowledge: Mapping[str, Any] = field(default_factory=dict)
 
-    def __call__(self, observations: Any, client: Any, knowledge: Any, key: Any, *_: Any, **__: Any) -> Reconstruction:
+    def __call__(
+        self, observations: Any, simulated_client: Any, knowledge: Any, key: Any, *_: Any, **__: Any
+    ) -> Reconstruction:
         sent = observations[-1].update
         own = torch.cat([self.gradients[name].flatten(1) for name in sent], 1)
         seen = torch.cat([value.flatten(1) for value in sent.values()], 1)
