@@ -154,7 +154,8 @@ CALLERS_OF_FOREIGN_CODE = {
         "gradveil.nn.formulas",
         "gradveil.nn.model_outputs",
         "gradveil.nn.models.libraries",
-        "gradveil.nn.models.own_text",
+        "gradveil.nn.models.unlisted_text",
+        "gradveil.nn.models.watched_layout",
         "gradveil.nn.models.text_library",
     ),
     *(

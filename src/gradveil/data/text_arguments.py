@@ -12,7 +12,8 @@ from gradveil.core.errors import fail
 from gradveil.data.dataset import Dataset
 from gradveil.data.given_texts import GivenTexts, Words, encode_texts, read_texts
 from gradveil.nn.models.hugging_face_text import INNER, reads_tokens
-from gradveil.nn.models.own_text import padding_of_table, reading_tokens, word_table
+from gradveil.nn.models.own_text import reading_tokens
+from gradveil.nn.models.watched_layout import padding_of_table, word_table
 from gradveil.nn.token_layout import TokenModel
 from gradveil.spaces import TextSpace
 

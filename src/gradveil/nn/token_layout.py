@@ -39,6 +39,8 @@ class TokenLayout:
     """Path of the learned absolute positions; None if the first layer sees words alone (rotary positions)."""
     offset: int = 0
     """The row of the first position."""
+    embedded_norm: str | None = None
+    """Path of a module that normalises the words before the residual stream starts, if another follows (BLOOM)."""
     types: str | None = None
     """Path of the segment types, of which single texts use the first."""
     head: str | None = None
@@ -64,11 +66,11 @@ class TokenLayout:
 
     def first_inputs(self, model: nn.Module, params: Tensors, position: int, words: Tensor | None = None) -> Tensor:
         """Return what enters the first layer's query for each word [W] (or some) at a position: [W, d]."""
-        return _called(model, self.norm, params, self._embedded(params, position, words))
+        return _called(model, self.norm, params, self._carried(model, params, position, words))
 
     def first_carried(self, model: nn.Module, params: Tensors, position: int, words: Tensor | None = None) -> Tensor:
         """Return what the first layer's attention is added to, for each word [W] (or some) at a position: [W, d]."""
-        x = self._embedded(params, position, words)
+        x = self._carried(model, params, position, words)
         return _called(model, self.norm, params, x) if self.carries_normalised else x
 
     def projections(self, params: Tensors, inputs: Tensor, layer: int) -> tuple[Tensor, ...]:
@@ -85,9 +87,10 @@ class TokenLayout:
             x = _called(model, path.format(layer), params, x)
         return x
 
-    def _embedded(self, params: Tensors, position: int, words: Tensor | None) -> Tensor:
+    def _carried(self, model: nn.Module, params: Tensors, position: int, words: Tensor | None) -> Tensor:
         table = self.word_table(params)
-        return (table if words is None else table[words]) + self.added(params, position)
+        x = (table if words is None else table[words]) + self.added(params, position)
+        return x if self.embedded_norm is None else _called(model, self.embedded_norm, params, x)
 
     def added(self, params: Tensors, position: int) -> Tensor:
         """Return what is added to the words of a position [d]: its vector, and that of the first segment type."""
@@ -117,7 +120,8 @@ class TokenLayout:
 
     def reads(self, path: str) -> bool:
         """Return whether a module is, or holds, one that attacks read by its path."""
-        paths = (self.words, self.positions, self.types, self.norm, *self.attention, self.out, *self.middle, self.down)
+        norms = (self.embedded_norm, self.norm)
+        paths = (self.words, self.positions, self.types, *norms, *self.attention, self.out, *self.middle, self.down)
         each = {one.format(layer) for one in paths if one for layer in range(max(1, self.layers))}
         return any(one == path or one.startswith(f"{path}.") for one in each)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradveil.attacks.sequences.token_span import is_pruned
 from gradveil.client import Client
@@ -41,7 +41,9 @@ class TextMisfit:
         """Find what was sent, and how much each tensor counts."""
         model = self.client.model
         assert isinstance(model, TokenModel)
-        self._words = model.get_submodule(model.layout.words)
+        own = model.get_parameter(f"{model.layout.words}.weight")
+        tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        self._tables = [table for table in tables if table.weight is own]
         table = f"{model.layout.words}.weight"
         sent = {n: self.update[n].detach().nan_to_num(0, 0, 0) for n in self.client.trained() if n in self.update}
         paths = [path.format(layer) for layer in range(model.layout.layers) for path in model.layout.attention]
@@ -70,12 +72,20 @@ class TextMisfit:
         batch, objective = Batch(ids, labels), self.client.objective
         noise = switched_off(self.client.model, ids)
         leaves = {name: self.params[name].detach().clone().requires_grad_() for name in self.names}
-        handle = None if embedded is None else self._words.register_forward_hook(lambda *_: embedded)
+
+        def instead(table: nn.Embedding, given: tuple[Tensor, ...], rows: Tensor) -> Tensor:
+            """Return the embeddings as the table scales its rows; other numbers (a decoder's, shifted) keep theirs."""
+            if embedded is None or not torch.equal(given[0], ids):
+                return rows
+            scale = rows.norm() / table.weight[ids].norm().clamp_min(1e-30)
+            return embedded * scale.detach()
+
+        handles = [] if embedded is None else [table.register_forward_hook(instead) for table in self._tables]
         try:
             with torch.enable_grad():
                 value = objective.value({**self.params, **leaves}, batch, noise)
         finally:
-            if handle is not None:
+            for handle in handles:
                 handle.remove()
         found = torch.autograd.grad(
             value, list(leaves.values()), create_graph=embedded is not None, materialize_grads=True

@@ -1,0 +1,106 @@
+"""Models of transformers whose attention is not described: their tables and masks are found, and words come back."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.func import functional_call, grad, vmap
+
+import gradveil
+from gradveil.core.errors import GradveilError
+from gradveil.nn.models.own_text import reading_tokens
+from gradveil.nn.models.unlisted_text import UnlistedText
+from gradveil.nn.token_layout import next_token_loss
+
+transformers = pytest.importorskip("transformers")
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 60}
+RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}
+BOTH = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+BOTH |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "d_model": 32, "scale_embedding": True}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "decoder_start_token_id": 0}
+OWN: dict[str, dict[str, Any]] = {
+    "Albert": {**SIZES, "embedding_size": 16},
+    "DebertaV2": {**SIZES, **RELATIVE},
+    "MPNet": SIZES,
+    "LayoutLM": SIZES,
+    "T5": {"vocab_size": 60, **T5},
+    "Bart": {"vocab_size": 60, **BOTH, "decoder_start_token_id": 2},
+    "Olmo2": SIZES,
+    "OpenAIGPT": {"vocab_size": 60, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "Mamba": {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4},
+}
+IDS = torch.tensor([[3, 9, 17, 33, 41, 2]])
+CLASSIFIERS = ("Albert", "DebertaV2", "MPNet", "LayoutLM", "T5", "Bart")
+
+
+def made(name: str, kind: str) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**OWN[name], **SPECIAL)
+    return getattr(transformers, f"{name}{kind}")(config).eval()
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_the_wrapper_computes_what_the_classifier_does(name):
+    own = made(name, "ForSequenceClassification")
+    model, _ = reading_tokens(own, IDS)
+    assert isinstance(model, UnlistedText)
+    padded = torch.cat([IDS, torch.zeros(1, 2, dtype=torch.long)], 1)
+    assert torch.allclose(model(IDS), own(input_ids=IDS).logits, atol=1e-5)
+    assert torch.allclose(model(padded), own(input_ids=padded, attention_mask=(padded != 0).long()).logits, atol=1e-5)
+    assert model.get_parameter(f"{model.layout.words}.weight").shape[0] == 60
+
+
+@pytest.mark.parametrize("name", ["Olmo2", "OpenAIGPT"])
+def test_the_wrapper_has_the_loss_of_the_language_model(name):
+    own = made(name, "ForCausalLM" if name == "Olmo2" else "LMHeadModel")
+    model = UnlistedText(own, 6)
+    assert torch.allclose(model(IDS), next_token_loss(own(input_ids=IDS).logits, IDS, 0), atol=1e-5)
+    assert model.layout.predicts_words
+
+
+@pytest.mark.parametrize("name", ["DebertaV2", "T5"])
+def test_gradients_of_single_texts_are_batched(name):
+    model, rows = UnlistedText(made(name, "ForSequenceClassification"), 6), torch.cat([IDS, IDS])
+    rows[1, 2] = 50
+    params = {key: value.detach() for key, value in model.named_parameters()}
+
+    def loss(p, row):
+        return functional_call(model, p, (row.unsqueeze(0),)).square().sum()
+
+    batched, alone = vmap(grad(loss), in_dims=(None, 0))(params, rows), grad(loss)(params, rows[1])
+    word = f"{model.layout.words}.weight"
+    assert torch.allclose(batched[word][1], alone[word], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_the_words_of_an_update_come_back(name):
+    own, labels = made(name, "ForSequenceClassification"), torch.tensor([1])
+    own(input_ids=IDS, labels=labels).loss.backward()
+    update = {key: value.grad for key, value in own.named_parameters() if value.grad is not None}
+    found = gradveil.invert(own, update, truth=(IDS, labels), attack="embedding-rows")
+    assert found.metrics["recall"] == 1
+
+
+@pytest.mark.parametrize("name", ["Albert", "DebertaV2"])
+def test_the_search_orders_the_words(name):
+    own, labels = made(name, "ForSequenceClassification"), torch.tensor([1])
+    own(input_ids=IDS, labels=labels).loss.backward()
+    update = {key: value.grad for key, value in own.named_parameters() if value.grad is not None}
+    assert torch.equal(gradveil.invert(own, update, length=6).images, IDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        ("Mamba", "ForCausalLM", "cannot batch"),
+        ("T5", "ForConditionalGeneration", "writes a text"),
+        ("Albert", "ForMaskedLM", "sees later words"),
+        ("Albert", "ForTokenClassification", r"logits \[2, 6, 2\]"),
+        ("Albert", "Model", "no logits"),
+    ],
+)
+def test_a_model_that_cannot_be_audited_is_refused_with_its_reason(name, kind, said):
+    with pytest.raises(GradveilError, match=said) as caught:
+        UnlistedText(made(name, kind), 6)
+    assert caught.value.problems[0].remedy
