@@ -71,8 +71,9 @@ def _watched(
     answers: dict[str, Tensor] = {}
     names = {module: path for path, module in model.named_modules()}
 
-    def before(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        given.setdefault(names[module], []).append(arguments[0].detach())
+    def before(module: nn.Module, arguments: tuple[object, ...]) -> None:
+        if isinstance(arguments[0], Tensor):  # RoFormer's positions are given a shape
+            given.setdefault(names[module], []).append(arguments[0].detach())
 
     def after(module: nn.Module, _: object, answer: Tensor) -> None:
         answers[names[module]] = answer
