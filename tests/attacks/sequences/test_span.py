@@ -1,10 +1,13 @@
 """Texts of small random models are recovered exactly from undefended gradients."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.protocol import Observation
+from gradveil.attacks.sequences.sentence_search import Sentence
 from gradveil.attacks.sequences.span_attack import SpanAttack, SpanSearch
 from gradveil.attacks.sequences.token_span import TokenSpan, token_span
 from gradveil.client import Client
@@ -147,6 +150,15 @@ def test_a_batch_of_more_tokens_than_the_perceptron_has_outputs_is_recovered():
     assert hidden.rank == 95 < int((ids != 0).sum())
     found = {tuple(one.words.tolist()) for one in search.recovered() if one.proved}
     assert found == {tuple(row[row != 0].tolist()) for row in ids}
+
+
+def test_a_repeated_word_is_no_proof_where_a_model_knows_no_positions(monkeypatch):
+    client, observation = seen(decoder(), texts(1), torch.zeros(1, dtype=torch.long))
+    search = SpanSearch(SpanAttack(), observation, 0, client, Knowledge(SPACE, 2), SPACE, None)
+    search.layout = replace(search.layout, positions=None)
+    repeated = Sentence(torch.ones(9, dtype=torch.long), -99.0, proved=True)
+    monkeypatch.setattr(search, "_searched", lambda *_: [repeated])
+    assert [one.proved for one in search.recovered()] == [False]
 
 
 def test_a_model_without_known_layers_is_refused_with_a_remedy():

@@ -193,7 +193,12 @@ class SpanSearch:
         if not first.exact:
             return self.ranked(first) if self.attack.ranked else []
         if self.layout.causal:
-            return self._with_last_words(self._searched(first, []))
+            found = self._searched(first, [])
+            words = {word for one in found for word in one.words.tolist()}
+            if self.layout.positions is None and len(found) == self.seen.examples and len(words) < first.rank:
+                # Without positions a repeated word has the inputs of one alone: what the span has besides disproves it.
+                found = [replace(one, proved=False) for one in found]
+            return self._with_last_words(found)
         first, found = self._solved(first)
         return self._searched(first, found)
 
