@@ -91,5 +91,5 @@ def test_what_is_wrong_is_told_before_any_round(changes: dict[str, Any], places:
 def test_data_without_a_test_and_of_no_images_are_refused_at_once() -> None:
     inputs, targets = examples(8, 1)
     with pytest.raises(gv.GradveilError) as caught:
-        gv.train(network(), (inputs.flatten(1), targets), rounds=1)
+        gv.train(network(), (inputs.flatten(2), targets), rounds=1)
     assert {problem.where for problem in caught.value.problems} == {"data", "test"}
