@@ -16,8 +16,8 @@ pytestmark = pytest.mark.processes
 
 
 def test_wheel_has_little_beside_its_modules(installed: Installed) -> None:
-    """The modules are 1.1 MB of it; data that would not go unnoticed belongs in benchmarks/ or in a user's cache."""
-    assert installed.wheel.stat().st_size < 1_400_000
+    """The modules are 1.2 MB of it; data that would not go unnoticed belongs in benchmarks/ or in a user's cache."""
+    assert installed.wheel.stat().st_size < 1_500_000
     with ZipFile(installed.wheel) as wheel:
         beside = sum(file.compress_size for file in wheel.infolist() if not file.filename.endswith(".py"))
     assert beside < 200_000
