@@ -45,6 +45,15 @@ def test_local_training_with_fixed_batches_is_refused() -> None:
     assert caught.value.problems[0].where == "client"
 
 
+def test_local_training_without_a_step_is_refused() -> None:
+    client = parse("dp(clip=1, sigma=1)")(Client(Tiny(), local=Local(batch=500, lr=0.1, epochs=1, sampling="poisson")))
+    update = {name: torch.zeros_like(value) for name, value in client.params().items()}
+    canaries = Batch(*(value[:2] for value in BATCH))
+    with pytest.raises(GradveilError) as caught:
+        one_run_audit(client, update, canaries, torch.ones(2), BATCH, guesses=2)
+    assert [problem.where for problem in caught.value.problems] == ["client.local"]
+
+
 def test_surest_guesses_say_more_of_honest_noise_than_all() -> None:
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4096, 2))
     client = parse("dp(clip=1, sigma=0.5)")(Client(model))

@@ -166,6 +166,10 @@ def _problems(
     if reasons := unsupported(client, "example"):
         remedy = "audit the same defence with client.members=1 and one gradient, or local.sampling = poisson"
         yield Problem("client", " and ".join(reasons), remedy)
+    examples = int(included.sum()) + (0 if others is None else len(others.targets))
+    if client.local is not None and not client.local.count(examples):
+        remedy = "give more examples, or fewer for local.batch"
+        yield Problem("client.local", f"takes no step with {examples} examples", remedy)
     if missing := [name for name in client.trained() if name not in update]:
         yield Problem("update", f"lacks {', '.join(missing)}", "give every trained parameter")
     if included.shape != (count,):
