@@ -21,7 +21,7 @@ from gradveil.theory.first_order_utility import global_masks, global_ratio
 from gradveil.theory.input_jacobian import exact_squared_row_norms, jacobian, squared_row_norms
 from tests.laws.cases import DOMAIN, Tiny, draw, draw_batch
 
-TEXT = "optimal-noise(std=0.1, probes=1000, form=global, batches=3)"
+TEXT = "optimal-noise(std=0.1, probes=4000, form=global, batches=3)"
 PUBLIC = torch.rand(14, 1, 8, 8, generator=Key(0, ("more",)).generator(), dtype=torch.float64)
 LABELS = torch.randint(0, 3, (14,), generator=Key(1).generator())
 LABELLED = replace(DOMAIN, public=PUBLIC, labels=LABELS)
@@ -52,7 +52,7 @@ def test_optimal_public_variances_follow_the_theorem(clamp: str):
     flat = torch.cat([value.flatten() for value in ratio.values()])
     filled = torch.where(flat > 0, flat, flat.sum() / (flat > 0).sum())
     std = torch.cat([value.flatten() for value in deviations(client).values()])
-    torch.testing.assert_close(std, (0.01 * filled / filled.mean()).sqrt(), rtol=0.1, atol=0)
+    torch.testing.assert_close(std, (0.01 * filled / filled.mean()).sqrt(), rtol=0.05, atol=0)
     torch.testing.assert_close(std.square().mean(), torch.tensor(0.01).double())
     assert float(std.max() / std.min()) > 3
 
