@@ -198,7 +198,10 @@ def main() -> None:
     parser.add_argument("--model", choices=("minilm", "decoder"), default="minilm")
     parser.add_argument("--folder", type=Path, help="folder of the encoder; default: of the installed package")
     parser.add_argument(
-        "--data", type=Path, default=Path(), help="folder with NAME-train.parquet and NAME-test.parquet"
+        "--data",
+        type=Path,
+        default=Path(),
+        help="folder with NAME-train.parquet and NAME-test.parquet (default: this one)",
     )
     parser.add_argument("--name", default="movie-reviews")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
@@ -211,6 +214,8 @@ def main() -> None:
     parser.add_argument("--record", type=Path, help="file of rows to go on with")
     parser.add_argument("--figure", type=Path, help="draw the recorded ranks into an SVG file")
     options = parser.parse_args()
+    if options.figure and not options.record:
+        parser.error("--figure draws the rows of a file: give --record FILE")
     if options.figure:
         curves([json.loads(line) for line in options.record.read_text().splitlines()], options.figure)
         return

@@ -94,7 +94,7 @@ def test_the_search_orders_the_words(name):
     ("name", "kind", "said"),
     [
         ("Mamba", "ForCausalLM", "cannot batch"),
-        ("T5", "ForConditionalGeneration", "writes a text"),
+        ("T5", "ForConditionalGeneration", "turns one text"),
         ("Albert", "ForMaskedLM", "sees later words"),
         ("Albert", "ForTokenClassification", r"logits \[2, 6, 2\]"),
         ("Albert", "Model", "no logits"),

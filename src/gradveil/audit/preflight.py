@@ -119,7 +119,7 @@ def _unfit_controls(experiment: Experiment) -> dict[tuple[int, str, str], str]:
 
 
 def _spared(experiment: Experiment, each: _Meeting, attacked: set[tuple[int, str]]) -> bool:
-    """Say whether a run goes on where an attacker does not apply, as long as others are left.
+    """Report whether a run continues where an attacker does not apply, as long as others are left.
 
     It can on recorded updates, if the attacker stands for `adaptive`, and of texts: there models differ in what is
     known of their layers, and clients in what they send.

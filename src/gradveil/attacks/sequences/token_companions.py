@@ -34,7 +34,7 @@ _SOLVED = 3e-4
 _ANCHORS = (1, 4, 7, 10, 13)
 """Tokens whose equations are solved together, tried in this order."""
 NEAR = 0.2
-"""Largest rest of a sentence in a crowded span: true ones leave up to this, wrong ones half of their units."""
+"""Largest rest of a sentence in a crowded span that is worth a subtraction, which shows whether it was right."""
 _LIKELY = 0.7
 """Least share of a word whose equations are added."""
 _ONE_WORD = 0.1

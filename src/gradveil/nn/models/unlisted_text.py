@@ -1,4 +1,4 @@
-"""Text models of transformers whose attention nobody described: the mask they take is found by trying."""
+"""Text models of transformers whose attention Gradveil does not know: the mask they take is found by trying."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ class UnlistedText(TokenModel):
             config.pad_token_id = padding  # a classifier looks for the last token before it
         self._ends = config.eos_token_id if _reads_the_end(self.inner) else None
         self._padding, self._adds = padding, False
-        speaks = self.inner.get_output_embeddings() is not None  # type: ignore[operator]
+        predicts_words = self.inner.get_output_embeddings() is not None  # type: ignore[operator]
         texts = _texts(config, padding, max(length, 2))
         self.inner.eval()
         expected = self._expected(texts)
         other = texts.clone()
         other[:, -1] = other[:, 0]
-        if speaks and not _close(self._expected(other)[:, :-1], expected[:, :-1]):
-            what = f"{type(inner).__name__} sees later words, which is no loss of a client here"
+        if predicts_words and not _close(self._expected(other)[:, :-1], expected[:, :-1]):
+            what = f"{type(inner).__name__} sees later words, and the loss of masked words is not supported"
             raise fail("model", what, "give a ...ForSequenceClassification, or a causal language model")
-        if not speaks and (expected.ndim != 2 or expected.shape[0] != len(texts)):
+        if not predicts_words and (expected.ndim != 2 or expected.shape[0] != len(texts)):
             what = f"{type(inner).__name__} returns logits {list(expected.shape)} for {len(texts)} texts"
             raise fail("model", what, "give a ...ForSequenceClassification: logits [B, K]")
         if hasattr(self.inner, "set_attn_implementation"):
             self.inner.set_attn_implementation("eager")  # type: ignore[operator]
         self._adds = self._mask_by_trial(texts, expected, type(inner).__name__)
         layout = watched_layout(self.inner, self._logits, texts[:1], padding, config.model_type)
-        self.layout = replace(layout, predicts_words=speaks, causal=speaks)
+        self.layout = replace(layout, predicts_words=predicts_words, causal=predicts_words)
         self.inner.train(self.training)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class _LogitsOfText(nn.Module):
 def _problems(inner: Any) -> Iterator[Problem]:
     """Find out from its settings why a model cannot be wrapped."""
     if inner.get_output_embeddings() is not None and getattr(inner.config, "is_encoder_decoder", False):
-        what = f"{type(inner).__name__} writes a text for each text, and its clients have two"
+        what = f"{type(inner).__name__} turns one text into another, and an example is one text here"
         yield Problem("model", what, "give a ...ForSequenceClassification, or a causal language model")
     yield from drawn_in_attention(inner)
 

@@ -1,4 +1,4 @@
-"""The layout of a model whose layers nobody knows: its tables and its head are found by watching it read a text."""
+"""The layout of a model whose layers are not known: its tables and its head are found by watching it read a text."""
 
 from __future__ import annotations
 
