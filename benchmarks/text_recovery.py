@@ -47,16 +47,26 @@ LENGTH, TRIED = 32, 384
 ATTACKS = {"span-rank": partial(SpanAttack, ranked=True), "embedding-search": EmbeddingSearch}
 
 
-def minilm(folder: Path, dropout: float) -> TokenModel:
-    """Return the pretrained encoder with a new head of two classes."""
+def minilm(folder: Path, dropout: float, head: str) -> TokenModel:
+    """Return the pretrained encoder with a new head of two classes, on its pooler or on the mean of its outputs."""
     import transformers
+
+    class MeanPooled(transformers.BertForSequenceClassification):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+            hidden = self.bert(input_ids, attention_mask).last_hidden_state
+            words = (input_ids != self.config.pad_token_id).to(hidden.dtype).unsqueeze(-1)
+            means = (hidden * words).sum(1) / words.sum(1)
+            return transformers.modeling_outputs.SequenceClassifierOutput(logits=self.classifier(means))
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
-    inner = transformers.BertForSequenceClassification.from_pretrained(
+    kind = MeanPooled if head == "mean" else transformers.BertForSequenceClassification
+    inner = kind.from_pretrained(
         folder, num_labels=2, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout
     )
+    if head == "mean":
+        inner.bert.pooler = None
     return HuggingFaceText(inner, LENGTH).train()
 
 
@@ -160,7 +170,7 @@ def recorded(options: argparse.Namespace, setting: dict[str, Any]) -> tuple[list
     lines = options.record.read_text().splitlines() if options.record and options.record.exists() else []
     others, same = [], []
     for row in map(json.loads, lines):
-        equal = all({"attack": "span-rank", **row}[name] == value for name, value in setting.items())
+        equal = all({"attack": "span-rank", "head": "pooler", **row}[name] == value for name, value in setting.items())
         (same if equal and ("first_1" in row) == options.ranks else others).append(row)
     return others, same
 
@@ -208,6 +218,7 @@ def main() -> None:
     parser.add_argument("--sentences", type=int, default=16)
     parser.add_argument("--defence", default="none", help="none, noise=0.1, keep=0.5, dgp=0.05,0.75, sign, dp=1e-4")
     parser.add_argument("--attack", choices=tuple(ATTACKS), default="span-rank")
+    parser.add_argument("--head", choices=("pooler", "mean"), default="pooler", help="what the encoder's head reads")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--no-rows", dest="rows", action="store_false", help="embeddings are frozen: attention alone")
     parser.add_argument("--ranks", action="store_true", help="ranks of the first layer instead of sentences")
@@ -236,11 +247,11 @@ def main() -> None:
     labels = torch.tensor(texts["label"][: options.sentences])
     auxiliary = read_values(options.data / f"{options.name}-train.parquet")["text"]
     public = torch.tensor([pieces.encode(text).ids for text in auxiliary])
-    model = decoder(len(vocabulary)) if options.model == "decoder" else minilm(folder, options.dropout)
+    model = decoder(len(vocabulary)) if options.model == "decoder" else minilm(folder, options.dropout, options.head)
     for size in options.batch:
         count = len(ids) // size
         setting = {"model": options.model, "data": options.name, "batch": size, "defence": options.defence}
-        setting |= {"rows": options.rows, "dropout": options.dropout, "attack": options.attack}
+        setting |= {"rows": options.rows, "dropout": options.dropout, "attack": options.attack, "head": options.head}
         others, same = recorded(options, setting)
         most = max((row.get("sentences", 0) for row in same), default=0)
         if most >= count * size:

@@ -203,3 +203,21 @@ def test_the_span_of_fewer_rows_than_tokens_has_finite_weights():
     span = token_span([torch.randn(12, 64, generator=torch.Generator().manual_seed(0))], tokens=200)
     assert not span.exact
     assert torch.isfinite(span.residuals(torch.eye(64))).all()
+
+
+@pytest.mark.parametrize("strength", [60.0, 100.0, 300.0])
+def test_the_weight_of_a_noisy_direction_is_how_much_of_it_the_true_one_explains(strength: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.nn.functional.normalize(torch.randn(n, generator=generator), dim=0) for n in (1152, 384))
+    noisy = strength * torch.outer(left, right) + torch.randn(1152, 384, generator=generator)
+    span = token_span([noisy], 1)
+    assert float(span.weights[0]) == pytest.approx(float((span.basis[0] @ right).square()), abs=0.02)
+
+
+def test_a_gradient_that_is_lost_in_noise_does_not_blur_a_clear_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    right = torch.nn.functional.normalize(torch.randn(384, generator=generator), dim=0)
+    clear, weak = (size * torch.outer(torch.randn(384, generator=generator), right) for size in (10.0, 0.1))
+    clear, weak = (one + torch.randn(384, 384, generator=generator) for one in (clear, weak))
+    alone, both = (float((token_span(some, 1).basis[0] @ right).square()) for some in ([clear], [clear, weak]))
+    assert both == pytest.approx(alone, abs=0.01)

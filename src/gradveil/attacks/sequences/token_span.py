@@ -2,8 +2,12 @@
 
 A linear layer's gradient is G = sum_i delta_i x_i^T, so its rows lie in the span of the inputs x_i (Petrov, Dimitrov,
 Baader, Müller, Vechev 2024, "DAGER: Exact Gradient Inversion for Large Language Models", NeurIPS). Noise fills the rest
-of the space. Then directions count by their share of signal, w_k = max(0, 1 - f / s_k^2), where f is the mean square of
-the singular values that noise alone explains.
+of the space. Then a direction counts by how much of it a true one explains. Of a matrix with m rows, d columns and
+noise of variance v an entry, a singular value t of the signal is seen as s, s^2 = (t^2 + m v)(t^2 + d v) / t^2, and the
+squared cosine between the true and the seen right direction is (t^4 - m d v^2) / (t^2 (t^2 + d v)) (Benaych-Georges and
+Nadakuditi 2012, "The singular values and vectors of low rank perturbations of large rectangular random matrices",
+Journal of Multivariate Analysis 111). Directions that noise hides have no such t; they count by 1 - f / s^2, where f is
+the mean square of the singular values that noise alone explains.
 """
 
 from __future__ import annotations
@@ -79,11 +83,36 @@ def token_span(
     rank = int((sizes > tolerance * sizes[0].clamp_min(1e-300)).sum())
     if rank <= width - SPARE and rank < len(stacked):
         return TokenSpan(directions[:rank].to(dtype), torch.ones(rank, dtype=dtype), exact=True)
-    # Fewer rows than tokens leave no direction that shows the noise.
-    rest = sizes[assumed:]
-    noise = rest.square().mean() if len(rest) else sizes.new_zeros(())
-    weights = (1 - noise / sizes[:assumed].square()).clamp(0, 1)
+    noises = [_noise(torch.linalg.svdvals(one), one.shape, assumed) for one in scaled]
+    if not is_pruned(gradients) and min(noises) > 0:
+        # The same noise in all of them: a gradient that is lost in noise must not count as much as a clear one.
+        stacked = torch.cat([one / noise**0.5 for one, noise in zip(scaled, noises, strict=True)])
+        _, sizes, directions = torch.linalg.svd(stacked, full_matrices=False)
+    weights = _explained(sizes, stacked.shape, assumed)
     return TokenSpan(directions[:assumed].to(dtype), weights.to(dtype), exact=False)
+
+
+def _noise(sizes: Tensor, shape: Sequence[int], rank: int) -> float:
+    """Return the variance of an entry that singular values after the first `rank` show; 0 where there are none."""
+    free = (shape[0] - rank) * (shape[1] - rank)
+    return float(sizes[rank:].square().sum()) / free if free > 0 else 0.0
+
+
+def _explained(sizes: Tensor, shape: Sequence[int], rank: int) -> Tensor:
+    """Return for each of the first directions, between 0 and 1, which share of it the signal's explains."""
+    rows, width = shape
+    noise, kept, rest = _noise(sizes, shape, rank), sizes[:rank].square(), sizes[rank:].square()
+    # Fewer rows than tokens leave no direction that shows the noise.
+    floor = rest.mean() if len(rest) else sizes.new_zeros(())
+    weights = (1 - floor / kept).clamp(0, 1)
+    if not noise:
+        return weights
+    # What noise alone adds to s^2 / v, taken off; `signal` is t^2 / v.
+    excess = kept / noise - rows - width
+    signal = (excess + (excess.square() - 4 * rows * width).clamp_min(0).sqrt()) / 2
+    cosines = (signal.square() - rows * width) / (signal * (signal + width))
+    seen = excess.square() > 4 * rows * width
+    return torch.where(seen & (excess > 0), torch.maximum(weights, cosines), weights)
 
 
 def is_pruned(gradients: Sequence[Tensor]) -> bool:
