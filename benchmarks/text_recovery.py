@@ -50,13 +50,14 @@ ATTACKS = {"span-rank": partial(SpanAttack, ranked=True), "embedding-search": Em
 def minilm(folder: Path, dropout: float, head: str) -> TokenModel:
     """Return the pretrained encoder with a new head of two classes, on its pooler or on the mean of its outputs."""
     import transformers
+    from transformers.modeling_outputs import SequenceClassifierOutput
 
     class MeanPooled(transformers.BertForSequenceClassification):
         def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
             hidden = self.bert(input_ids, attention_mask).last_hidden_state
             words = (input_ids != self.config.pad_token_id).to(hidden.dtype).unsqueeze(-1)
             means = (hidden * words).sum(1) / words.sum(1)
-            return transformers.modeling_outputs.SequenceClassifierOutput(logits=self.classifier(means))
+            return SequenceClassifierOutput(logits=self.classifier(means))
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
