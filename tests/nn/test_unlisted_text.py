@@ -29,15 +29,30 @@ OWN: dict[str, dict[str, Any]] = {
     "Olmo2": SIZES,
     "OpenAIGPT": {"vocab_size": 60, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "Mamba": {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4},
+    "Longformer": {**SIZES, "attention_window": 8},
+    "XLM": {"vocab_size": 60, "emb_dim": 32, "n_layers": 2, "n_heads": 4},
+    "XLNet": {"vocab_size": 60, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64},
+    "EuroBert": SIZES,
+    "IBert": SIZES,
 }
 IDS = torch.tensor([[3, 9, 17, 33, 41, 2]])
-CLASSIFIERS = ("Albert", "DebertaV2", "MPNet", "LayoutLM", "T5", "Bart")
+ONE_BY_ONE = ("Longformer", "XLM", "XLNet", "EuroBert")
+"""Classifiers that torch cannot batch."""
+CLASSIFIERS = ("Albert", "DebertaV2", "MPNet", "LayoutLM", "T5", "Bart", *ONE_BY_ONE)
 
 
 def made(name: str, kind: str) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**OWN[name], **SPECIAL)
     return getattr(transformers, f"{name}{kind}")(config).eval()
+
+
+def updated(name: str) -> Any:
+    """Return a classifier, a label, and the gradients of a text; zeros for parameters that it leaves out."""
+    own, labels = made(name, "ForSequenceClassification"), torch.tensor([1])
+    own(input_ids=IDS, labels=labels).loss.backward()
+    grads = {key: value.grad if value.grad is not None else value * 0 for key, value in own.named_parameters()}
+    return own, labels, {key: value.detach() for key, value in grads.items()}
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
@@ -51,15 +66,15 @@ def test_the_wrapper_computes_what_the_classifier_does(name):
     assert model.get_parameter(f"{model.layout.words}.weight").shape[0] == 60
 
 
-@pytest.mark.parametrize("name", ["Olmo2", "OpenAIGPT"])
+@pytest.mark.parametrize("name", ["Olmo2", "OpenAIGPT", "Mamba"])
 def test_the_wrapper_has_the_loss_of_the_language_model(name):
-    own = made(name, "ForCausalLM" if name == "Olmo2" else "LMHeadModel")
+    own = made(name, "LMHeadModel" if name == "OpenAIGPT" else "ForCausalLM")
     model = UnlistedText(own, 6)
     assert torch.allclose(model(IDS), next_token_loss(own(input_ids=IDS).logits, IDS, 0), atol=1e-5)
     assert model.layout.predicts_words
 
 
-@pytest.mark.parametrize("name", ["DebertaV2", "T5"])
+@pytest.mark.parametrize("name", ["DebertaV2", "T5", *ONE_BY_ONE])
 def test_gradients_of_single_texts_are_batched(name):
     model, rows = UnlistedText(made(name, "ForSequenceClassification"), 6), torch.cat([IDS, IDS])
     rows[1, 2] = 50
@@ -75,25 +90,21 @@ def test_gradients_of_single_texts_are_batched(name):
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_the_words_of_an_update_come_back(name):
-    own, labels = made(name, "ForSequenceClassification"), torch.tensor([1])
-    own(input_ids=IDS, labels=labels).loss.backward()
-    update = {key: value.grad for key, value in own.named_parameters() if value.grad is not None}
+    own, labels, update = updated(name)
     found = gradveil.invert(own, update, truth=(IDS, labels), attack="embedding-rows")
     assert found.metrics["recall"] == 1
 
 
-@pytest.mark.parametrize("name", ["Albert", "DebertaV2"])
+@pytest.mark.parametrize("name", ["Albert", "DebertaV2", "XLM", "Longformer"])
 def test_the_search_orders_the_words(name):
-    own, labels = made(name, "ForSequenceClassification"), torch.tensor([1])
-    own(input_ids=IDS, labels=labels).loss.backward()
-    update = {key: value.grad for key, value in own.named_parameters() if value.grad is not None}
+    own, _, update = updated(name)
     assert torch.equal(gradveil.invert(own, update, length=6).images, IDS)
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "said"),
     [
-        ("Mamba", "ForCausalLM", "cannot batch"),
+        ("IBert", "ForSequenceClassification", "gives no gradients .* one example after the other"),
         ("T5", "ForConditionalGeneration", "turns one text"),
         ("Albert", "ForMaskedLM", "sees later words"),
         ("Albert", "ForTokenClassification", r"logits \[2, 6, 2\]"),
@@ -104,3 +115,8 @@ def test_a_model_that_cannot_be_audited_is_refused_with_its_reason(name, kind, s
     with pytest.raises(GradveilError, match=said) as caught:
         UnlistedText(made(name, kind), 6)
     assert caught.value.problems[0].remedy
+
+
+def test_dropout_that_is_drawn_one_example_after_the_other_is_refused():
+    with pytest.raises(GradveilError, match=r"draws dropout .* -> call model\.eval"):
+        UnlistedText(made("XLM", "ForSequenceClassification").train(), 6)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from gradveil.nn.models.hugging_face_text import (
     with_plain_functions,
 )
 from gradveil.nn.models.watched_layout import watched_layout
+from gradveil.nn.repeated_call import repeated_call
 from gradveil.nn.token_layout import TokenModel, next_token_loss
 
 _EQUAL = 1e-4
@@ -29,7 +31,8 @@ class UnlistedText(TokenModel):
     """A classifier or causal language model of transformers of which the word table is known, not the layers behind.
 
     It holds a copy. Attention is computed eagerly, and LayerNorm by its formula. Texts are masked as torch can batch:
-    by zeros and ones at padding, or by floats that are added.
+    by zeros and ones at padding, or by floats that are added. A model that torch can batch with neither runs one
+    example after the other.
     """
 
     def __init__(self, inner: nn.Module, length: int = 32) -> None:
@@ -43,9 +46,9 @@ class UnlistedText(TokenModel):
         if config.pad_token_id is None:
             config.pad_token_id = padding  # a classifier looks for the last token before it
         self._ends = config.eos_token_id if _reads_the_end(self.inner) else None
-        self._padding, self._adds = padding, False
+        self._padding, self._adds, self._repeats = padding, False, False
         predicts_words = self.inner.get_output_embeddings() is not None  # type: ignore[operator]
-        texts = _texts(config, padding, max(length, 2))
+        texts = _texts(config, padding, max(length, 3))
         self.inner.eval()
         expected = self._expected(texts)
         other = texts.clone()
@@ -58,10 +61,15 @@ class UnlistedText(TokenModel):
             raise fail("model", what, "give a ...ForSequenceClassification: logits [B, K]")
         if hasattr(self.inner, "set_attn_implementation"):
             self.inner.set_attn_implementation("eager")  # type: ignore[operator]
-        self._adds = self._mask_by_trial(texts, expected, type(inner).__name__)
-        layout = watched_layout(self.inner, self._logits, texts[:1], padding, config.model_type)
+        self._choose_by_trial(texts, expected, type(inner).__name__)
+        layout = watched_layout(self.inner, self._by_mask, texts[:1], padding, config.model_type, _asked_for)
         self.layout = replace(layout, predicts_words=predicts_words, causal=predicts_words)
         self.inner.train(self.training)
+        if self._repeats and self._draws(texts):
+            what = (
+                f"{type(inner).__name__} draws dropout, and runs one example after the other, where it is not replayed"
+            )
+            raise fail("model", what, "call model.eval(), or set the dropout of its configuration to 0")
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return logits [B, K], or the mean next-token losses [B] of a language model."""
@@ -69,6 +77,19 @@ class UnlistedText(TokenModel):
         return next_token_loss(logits, ids, self.layout.padding) if self.layout.predicts_words else logits
 
     def _logits(self, ids: Tensor) -> Tensor:
+        if not self._repeats:
+            return self._by_mask(ids)
+        names, values = zip(*self.named_parameters(), strict=True)
+        table: Any = self.inner.get_input_embeddings()  # type: ignore[operator]
+
+        def read(ids: Tensor, embedded: Tensor, *values: Tensor) -> Tensor:
+            with _answering(table, ids, embedded):
+                return _called(self, self._by_mask, dict(zip(names, values, strict=True)), ids)
+
+        # Words are looked up outside, where attacks and defences add to what the table answers.
+        return repeated_call(read, ids, table(ids), *values)
+
+    def _by_mask(self, ids: Tensor) -> Tensor:
         mask = (ids != self._padding).long()
         if self._adds:
             floats = torch.zeros_like(mask, dtype=next(self.inner.parameters()).dtype)
@@ -98,30 +119,32 @@ class UnlistedText(TokenModel):
             raise fail("model", f"{name} returns no logits", "give a ...ForSequenceClassification, or a ...ForCausalLM")
         return outputs.logits
 
-    def _mask_by_trial(self, texts: Tensor, expected: Tensor, name: str) -> bool:
-        """Return whether floats are added; refuse a model that torch cannot batch with either mask."""
+    def _choose_by_trial(self, texts: Tensor, expected: Tensor, name: str) -> None:
+        """Choose the mask that torch can batch, or one example after the other; refuse a model without gradients."""
         params = {key: value.detach() for key, value in self.named_parameters()}
         reasons = []
 
         def loss(params: dict[str, Tensor], ids: Tensor) -> Tensor:
-            return functional_call(
-                _LogitsOfText(self), {f"text.{key}": v for key, v in params.items()}, (ids[None],)
-            ).sum()
+            return _called(self, self._logits, params, ids[None]).sum()
 
-        for adds in (False, True):
-            self._adds = adds
+        for self._adds, self._repeats in ((False, False), (True, False), (False, True)):
             try:
-                with torch.no_grad():
+                with torch.no_grad(), _adding_nothing(self.inner, texts):
                     found = self._logits(texts)
                 if found.shape == expected.shape and _close(found, expected):
                     vmap(grad(loss), in_dims=(None, 0))(params, texts)
-                    return adds
+                    return
                 reasons.append("other outputs")
             except FOREIGN as error:
                 reasons.append(_first_line(error))
-        tried = f"mask of zeros and ones: {reasons[0]}; of floats: {reasons[1]}"
-        what = f"torch cannot batch the gradients of {name} ({tried})"
+        ways = zip(("mask of zeros and ones", "mask of floats", "one example after the other"), reasons, strict=True)
+        what = f"{name} gives no gradients ({'; '.join(f'{way}: {reason}' for way, reason in ways)})"
         raise fail("model", what, f"choose a model of: {', '.join(FAMILIES)}")
+
+    def _draws(self, texts: Tensor) -> bool:
+        """Return whether the model answers in another way when it is asked again."""
+        with torch.random.fork_rng(), torch.no_grad():
+            return not torch.equal(self._by_mask(texts), self._by_mask(texts))
 
 
 def unlisted(model: nn.Module) -> bool:
@@ -129,15 +152,56 @@ def unlisted(model: nn.Module) -> bool:
     return reads_tokens(model) and model.config.model_type not in FAMILIES  # type: ignore[union-attr]
 
 
-class _LogitsOfText(nn.Module):
-    """Runs a text model up to its logits, which `functional_call` asks a module for."""
+class _Reading(nn.Module):
+    """Runs a text model by one of its methods, which `functional_call` asks a module for."""
 
-    def __init__(self, text: UnlistedText) -> None:
+    def __init__(self, text: UnlistedText, read: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.text = text
+        self.text, self.read = text, read
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.text._logits(ids)
+        return self.read(ids)
+
+
+def _called(text: UnlistedText, read: Callable[[Tensor], Tensor], params: Mapping[str, Tensor], ids: Tensor) -> Tensor:
+    """Return read(ids) with other parameters."""
+    return functional_call(_Reading(text, read), {f"text.{name}": value for name, value in params.items()}, (ids,))
+
+
+@contextmanager
+def _adding_nothing(inner: Any, texts: Tensor) -> Generator[None]:
+    """Add zeros to each word where it is looked up, as attacks do with what they try; other shapes fail."""
+    zeros = torch.zeros(*texts.shape, 1)
+    handle = inner.get_input_embeddings().register_forward_hook(lambda _, __, embedded: embedded + zeros)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _asked_for(asked: Tensor, ids: Tensor) -> bool:
+    """Return whether a table is asked for texts [B, T]: as they are, with padding behind them, or turned round."""
+    turned = asked.T if asked.ndim == 2 and asked.shape == ids.T.shape != ids.shape else asked
+    return turned.ndim == ids.ndim and torch.equal(turned[:, : ids.shape[1]], ids)
+
+
+@contextmanager
+def _answering(table: nn.Module, ids: Tensor, embedded: Tensor) -> Generator[None]:
+    """Make a table answer what was looked up before; a model may lengthen the texts by padding."""
+    look_up, hooks, count = table.forward, table._forward_hooks, ids.shape[1]
+
+    def answer(asked: Tensor) -> Tensor:
+        if not _asked_for(asked, ids):
+            return look_up(asked)
+        turned = asked.shape != ids.shape and asked.shape == ids.T.shape
+        return embedded.transpose(0, 1) if turned else torch.cat([embedded, look_up(asked[:, count:])], 1)
+
+    table.forward, table._forward_hooks = answer, type(hooks)()
+    try:
+        yield
+    finally:
+        table._forward_hooks = hooks
+        del table.forward
 
 
 def _problems(inner: Any) -> Iterator[Problem]:

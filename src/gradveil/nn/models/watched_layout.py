@@ -14,12 +14,17 @@ from gradveil.nn.token_layout import TokenLayout
 
 
 def watched_layout(
-    inner: nn.Module, read: Callable[[Tensor], Tensor], example: Tensor, padding: int | None = None, family: str = "own"
+    inner: nn.Module,
+    read: Callable[[Tensor], Tensor],
+    example: Tensor,
+    padding: int | None = None,
+    family: str = "own",
+    asked_for: Callable[[Tensor, Tensor], bool] = torch.equal,
 ) -> TokenLayout:
     """Watch a module read an example [1, T]; refuse one that looks no token numbers up, or in several tables."""
     given, head = _watched(inner, read, example)
     known = {id(value): name.removesuffix(".weight") for name, value in inner.named_parameters()}
-    tables = [path for path, each in given.items() if any(torch.equal(one, example) for one in each)]
+    tables = [path for path, each in given.items() if any(asked_for(one, example) for one in each)]
     # Tables that share their weights, an encoder's and a decoder's, are known by the name of their parameter.
     words = list(dict.fromkeys(known[id(inner.get_parameter(f"{path}.weight"))] for path in tables))
     if len(words) != 1:
