@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -282,8 +284,13 @@ def open_experiment(config: RunConfig, data_dir: Path | None = None, checked: bo
     weights = read_weights(located(config.model.weights, data_dir)) if config.model.weights else {}
     source, public, target_clients = _source(config, others(defences.values()), data_dir, checked)
 
-    def model(seed: int) -> nn.Module:
+    def built(seed: int) -> nn.Module:
         return initial_model(config.model, target_clients, seed)[0]
+
+    prepared = cache(built)
+
+    def model(seed: int) -> nn.Module:
+        return deepcopy(prepared(seed)) if config.model.prepare else built(seed)  # preparing takes many passes
 
     experiment = Experiment(
         config,
