@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.space import ExampleWords, SharedParts, Space
-from gradveil.metrics.text_similarity import disclosed, rouge_l, rouge_n
+from gradveil.metrics.text_similarity import disclosed, rouge_l, rouge_n, rouge_pairs
 from gradveil.spaces.likeliest_text import likeliest_text
 
 
@@ -157,7 +157,7 @@ class TextSpace(Space):
         places = []
         for those, these in zip(candidates, truths, strict=True):
             # ROUGE-2 decides between equal ROUGE-1 alone.
-            overlap = self._pairs(those, these, lambda a, b: rouge_n(a, b, 1) + rouge_n(a, b, 2) / 100)
+            overlap = (self._overlap(those, these, 1) + self._overlap(those, these, 2) / 100).float()
             rows, columns = linear_sum_assignment(-overlap.numpy())
             # `rows` are candidates and `columns` their truths; in the order of the truths they are the permutation.
             places.append(torch.as_tensor(rows)[torch.as_tensor(columns).argsort()])
@@ -179,9 +179,9 @@ class TextSpace(Space):
     def similarity(self, candidates: Tensor, truths: Tensor) -> Tensor:
         """Compute the share of tokens in place [A, B]."""
         if candidates.dim() == 3:
-            return torch.stack([self._pairs(column, truths[i : i + 1], in_place)[:, 0]
-                                for i, column in enumerate(candidates.unbind(1))], 1)  # fmt: skip
-        return self._pairs(candidates, truths, in_place)
+            return torch.stack([self._in_place(column, truths[i : i + 1])[:, 0]
+                                for i, column in enumerate(candidates.unbind(1))], 1).float()  # fmt: skip
+        return self._in_place(candidates, truths).float()
 
     def nearest(self, candidates: Tensor, gallery: Tensor) -> Tensor:
         """Return the index of the text with the largest ROUGE-1 and most tokens in place."""
@@ -225,7 +225,7 @@ class TextSpace(Space):
     def central(self, views: Tensor) -> Tensor:
         """Return the indices of texts, those with the largest mean ROUGE-1 to the others first."""
         sample = views[: min(len(views), _COMPARED)]
-        return self._pairs(views, sample, lambda a, b: rouge_n(a, b, 1)).mean(1).argsort(descending=True)
+        return self._overlap(views, sample, 1).float().mean(1).argsort(descending=True)
 
     def _scores(self, one: list[int], truth: list[int]) -> tuple[float, ...]:
         return (
@@ -239,15 +239,24 @@ class TextSpace(Space):
         )
 
     def _closeness(self, candidates: Tensor, gallery: Tensor) -> Tensor:
-        return self._pairs(
-            self.view(candidates), gallery, lambda a, b: rouge_n(a, b, 1) + rouge_n(a, b, 2) + in_place(a, b)
-        )
+        those = self.view(candidates)
+        overlap = self._overlap(those, gallery, 1) + self._overlap(those, gallery, 2)
+        return (overlap + self._in_place(those, gallery)).float()
 
-    def _pairs(self, candidates: Tensor, truths: Tensor, score) -> Tensor:
+    def _overlap(self, candidates: Tensor, truths: Tensor, n: int) -> Tensor:
+        """Compute ROUGE-n [A, B], in float64."""
+        return rouge_pairs([self.tokens(x) for x in candidates], [self.tokens(x) for x in truths], n)
+
+    def _in_place(self, candidates: Tensor, truths: Tensor) -> Tensor:
+        """Compute the share of the truth's tokens that stand at their place [A, B], in float64."""
         those, these = [self.tokens(x) for x in candidates], [self.tokens(x) for x in truths]
-        return torch.tensor([[score(one, other) for other in these] for one in those], dtype=torch.float32).reshape(
-            len(those), len(these)
+        longest = max(map(len, [*those, *these]), default=0)
+        one, other = (
+            torch.tensor([[*text, *[fill] * (longest - len(text))] for text in texts]).reshape(len(texts), longest)
+            for texts, fill in ((those, -1), (these, -2))
         )
+        lengths = torch.tensor([len(text) for text in these]).clamp(min=1)
+        return (one[:, None] == other).sum(2).double() / lengths
 
 
 _SHOWN = 32
