@@ -81,8 +81,10 @@ def templates() -> jinja2.Environment:
 def render(template: str, sections: Sequence[PageSection], context: Mapping[str, Any]) -> str:
     """Render a page with these sections. Every text of the context is escaped."""
     script = Markup("\n").join(map(_asset, _SCRIPTS))
-    return templates().get_template(template).render(
-        **context, sections=sections, style=_asset("style.css"), script=script
+    return (
+        templates()
+        .get_template(template)
+        .render(**context, sections=sections, style=_asset("style.css"), script=script)
     )
 
 
