@@ -284,13 +284,12 @@ def open_experiment(config: RunConfig, data_dir: Path | None = None, checked: bo
     weights = read_weights(located(config.model.weights, data_dir)) if config.model.weights else {}
     source, public, target_clients = _source(config, others(defences.values()), data_dir, checked)
 
-    def built(seed: int) -> nn.Module:
+    @cache
+    def initial(seed: int) -> nn.Module:
         return initial_model(config.model, target_clients, seed)[0]
 
-    prepared = cache(built)
-
     def model(seed: int) -> nn.Module:
-        return deepcopy(prepared(seed)) if config.model.prepare else built(seed)  # preparing takes many passes
+        return deepcopy(initial(seed))  # drawing and preparing take longer, and every defence has a copy
 
     experiment = Experiment(
         config,
