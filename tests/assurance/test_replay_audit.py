@@ -29,7 +29,7 @@ CLAIM = 4.38
 
 
 def audited(client: Client, **settings: object) -> EpsilonAudit:
-    return audit_epsilon(client, BATCH, replays=400, **settings)  # pyright: ignore[reportArgumentType]
+    return audit_epsilon(client, BATCH, replays=150, **settings)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_only_noise_that_is_normal_by_its_accountant_or_its_author_gets_the_boun
 def test_updates_of_texts_are_audited(defence: str) -> None:
     client = parse(defence)(Client(small_encoder(vocabulary=20, length=6, width=16)))
     texts = Batch(torch.tensor([[1, 4, 5, 2, 0, 0], [1, 7, 8, 9, 2, 0]]), torch.tensor([0, 1]))
-    found = audit_epsilon(client, texts, replays=300)
+    found = audit_epsilon(client, texts, replays=100)
     assert 0 < found.found <= found.claimed
 
 
@@ -227,7 +227,7 @@ def test_claims_and_deltas_out_of_range_are_refused_together() -> None:
 
 
 def test_deployed_client_is_consistent_and_its_noise_is_audited() -> None:
-    found = audit_epsilon(parse("dp(clip=1, sigma=1)")(PLAIN), BATCH, replays=300, deployed=True)
+    found = audit_epsilon(parse("dp(clip=1, sigma=1)")(PLAIN), BATCH, replays=150, deployed=True)
     assert 0.5 < found.found <= found.claimed
 
 

@@ -27,7 +27,7 @@ def audit(tmp_path_factory: pytest.TempPathFactory) -> Run:
     attacks = ["cdia(iterations=6)", "learned(epochs=1, width=8, features=16)", "analytic(prior=public)"]
     chosen = config(
         data={"name": "faces", "size": 16},
-        model={"name": "mlp"},
+        model={"name": "mlp", "options": {"width": 48}},
         defences=["none", PRIVATE, "prune(0.5)"],
         attacks=attacks,
         target_clients=4,

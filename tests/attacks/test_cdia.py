@@ -51,7 +51,7 @@ def test_undefended_cdia_equals_the_non_adaptive_attack_bit_for_bit():
 
 @pytest.mark.parametrize("defence", ["dgp", "adgp", "optimal-prune(0.9)", "precode", "dropout(0.25)"])
 def test_knowing_the_defence_helps(defence):
-    scene, found = defended(defence, 200)
+    scene, found = defended(defence, 80)
     lower, upper = scene.knowledge.space.bounds(scene.truth.inputs)
     naive, knowing = (psnr(f.inputs, scene.truth.inputs, lower, upper).mean() for f in found.values())
     assert knowing > naive + 1, (naive, knowing)

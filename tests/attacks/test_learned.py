@@ -17,13 +17,14 @@ from gradveil.core.types import Batch
 from tests.attacks.small_experiments import tiny
 from tests.audit.runs import config
 
-QUICK = "learned(epochs=6, width=300, features=1024)"
+QUICK = "learned(epochs=5, width=300, features=1024, lr=0.004)"
 
 
-def learned(defence, text=QUICK, target_clients=8, **changes):
+def learned(defence, text=QUICK, target_clients=8, public=600, **changes):
     """Attack some digits; squared errors of the reconstruction, of the class's mean image, and for another target."""
     base = {
-        "data": {"name": "digits", "size": 16},
+        "data": {"name": "digits", "size": 16, "public": public},
+        "model": {"name": "mlp", "options": {"width": 24, "depth": 1}},
         "attacks": [text],
         "defences": [defence],
         "target_clients": target_clients,
@@ -69,23 +70,22 @@ def test_observed_rounds_determine_the_client_state(defence):
 
 
 def test_round_of_a_client_with_state_is_inverted():
-    own, guess, other, _ = learned("standin", "learned(epochs=4, width=300, features=1024)", rounds=2)
+    own, guess, other, _ = learned("standin", rounds=2)
     assert own < 0.8 * guess, (own, guess)
     assert own < 0.6 * other, (own, other)
 
 
 def test_chunks_of_simulated_updates_change_nothing(monkeypatch):
     text = "learned(epochs=1, width=50, features=256)"
-    whole = learned("dropout + gaussian(0.01)", text, target_clients=2)[3].tensors["inputs"]
+    whole = learned("dropout + gaussian(0.01)", text, 2, public=60)[3].tensors["inputs"]
     monkeypatch.setattr("gradveil.attacks.simulated_updates._VALUES", 10**6)
-    torch.testing.assert_close(
-        learned("dropout + gaussian(0.01)", text, target_clients=2)[3].tensors["inputs"], whole, rtol=1e-3, atol=1e-3
-    )
+    chunks = learned("dropout + gaussian(0.01)", text, 2, public=60)[3].tensors["inputs"]
+    torch.testing.assert_close(chunks, whole, rtol=1e-3, atol=1e-3)
 
 
 def test_same_key_gives_the_same_images():
     text = "learned(epochs=1, width=50, features=256)"
-    first, again = (learned("dropout", text, target_clients=2)[3].tensors["inputs"] for _ in range(2))
+    first, again = (learned("dropout", text, 2, public=60)[3].tensors["inputs"] for _ in range(2))
     assert torch.equal(first, again)
 
 

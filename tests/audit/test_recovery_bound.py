@@ -21,21 +21,16 @@ from gradveil.nn import build
 from gradveil.theory.reconstruction_robustness import gaussian
 from tests.audit.runs import config, execute, legend
 
-PRIVATE = ("dp(clip=1, sigma=4)", "fed-cdp(clip=1, sigma=4)", "user-dp(clip=1, sigma=4)")
-WEAK = "dp(clip=1, sigma=0.5)"
-ATTACKS = ["ig(iterations=10)", "cdia(iterations=10)", "dlg(iterations=3)", "learned(epochs=3, width=50, features=256)"]
+PRIVATE = ("dp(clip=1, sigma=4)", "fed-cdp(clip=1, sigma=4)", "user-dp(clip=1, sigma=4)", "dp(clip=1, sigma=0.5)")
 
 
 def test_no_measured_rate_exceeds_its_bound(tmp_path: Path) -> None:
     pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
     local = {"batch": 2, "local": {"epochs": 2, "batch": 1, "sampling": "poisson", "lr": 0.1}}
     for number, changes in enumerate(({"client": [{}]}, {"client": [local]}, {"rounds": 3})):
-        chosen = config(
-            defences=[*PRIVATE, WEAK], attacks=ATTACKS[:2] if number else ATTACKS, target_clients=6, **changes
-        )
-        found, _ = execute(chosen, tmp_path / f"run{number}")
+        found, _ = execute(config(defences=[*PRIVATE], attacks=["ig(iterations=2)"], **changes), tmp_path / f"{number}")
         rows = [Row(place, trial) for place, trial in enumerate(found.trials) if trial.failed is None]
-        assert {row.defence for row in rows} == {*PRIVATE, WEAK}
+        assert {row.defence for row in rows} == {*PRIVATE}
         for row in rows:
             limits = [each for each in row.info["recovery_bounds"] if each["of"] == "watched"]
             assert limits, row.defence
@@ -59,9 +54,10 @@ class InformedGuess:
     def __call__(
         self, observations: Any, simulated_client: Any, knowledge: Any, key: Any, *_: Any, **__: Any
     ) -> Reconstruction:
-        sent = observations[-1].update
-        own = torch.cat([self.gradients[name].flatten(1) for name in sent], 1)
-        seen = torch.cat([value.flatten(1) for value in sent.values()], 1)
+        names = observations[-1].update
+        own = torch.cat([self.gradients[name].flatten(1) for name in names], 1)
+        rounds = [torch.cat([each.update[name].flatten(1) for name in names], 1) for each in observations]
+        seen = torch.stack(rounds).mean(0)
         apart = torch.cdist(seen / seen.norm(dim=1, keepdim=True).clamp(min=1), own)
         best = apart.argmin(1)
         return Reconstruction(self.candidates[best, None], self.targets[best, None], objective=apart.amin(1))
@@ -80,16 +76,15 @@ def informed(model: nn.Module, data: Dataset) -> InformedGuess:
     return InformedGuess(data.inputs, data.targets, stacked)
 
 
-@pytest.mark.parametrize("sigma", [0.4, 0.5])
-def test_no_guess_at_rows_exceeds_its_bound(sigma: float) -> None:
+@pytest.mark.parametrize(("sigma", "rounds"), [(0.4, 1), (0.5, 1), (1.0, 6)])
+def test_no_guess_at_rows_exceeds_its_bound(sigma: float, rounds: int) -> None:
     pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
     data = load("census")
     few, facts = data.private.subset(range(24)), data.public.space.model_facts()
     net = build("tabular-mlp", classes=2, generator=torch.Generator().manual_seed(0), example=facts)
     against = ["none", f"dp(clip=1, sigma={sigma})"]
-    result = gradveil.audit(
-        net, few, attacks=[informed(net, few)], defences=against, public=data.public, target_clients=24
-    )
+    settings: dict[str, Any] = {"rounds": rounds, "server_lr": 0.0, "target_clients": 24}
+    result = gradveil.audit(net, few, attacks=[informed(net, few)], defences=against, public=data.public, **settings)
     rows = {trial.info["defence"]: Row(place, trial) for place, trial in enumerate(result.trials)}
     assert rows["none"].identifiable > 20  # it works
     assert rows[against[1]].identifiable > 0

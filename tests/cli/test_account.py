@@ -17,10 +17,11 @@ def computed(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
 
 
 def test_there_and_back(capsys: pytest.CaptureFixture[str]) -> None:
-    there = computed(capsys, "--sigma", "1", *TRAINING)
-    assert there["epsilon"] == pytest.approx(1.828, abs=1e-3)
-    back = computed(capsys, "--epsilon", str(there["epsilon"]), *TRAINING)
-    assert back["sigma"] == pytest.approx(1.0, rel=1e-3)
+    training = ["--rate", "0.1", "--steps", "100", "--delta", "1e-5"]
+    there = computed(capsys, "--sigma", "5", *training)
+    assert there["epsilon"] == pytest.approx(0.7583, abs=1e-3)
+    back = computed(capsys, "--epsilon", str(there["epsilon"]), *training)
+    assert back["sigma"] == pytest.approx(5.0, rel=1e-3)
     assert back["epsilon"] <= there["epsilon"]
     rdp = computed(capsys, "--sigma", "1", *TRAINING, "--accountant", "rdp")
     assert rdp["epsilon"] == pytest.approx(2.1014, abs=1e-4)

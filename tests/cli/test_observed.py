@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gradveil.cli.app import run
+from gradveil.runs.pool import Processes
+from gradveil.runs.task import arrive, in_process
 
 TRAINING = """
 name = "little"
-clients = 30
+clients = 3
 rounds = 1
 batch = 1
 data = { name = "digits", size = 16, public = 60, gallery = 20 }
@@ -49,8 +52,19 @@ def seen(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path
 
 
-def test_a_record_alone_is_enough(seen: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*UNNAMED, "--workers", "2"]) == 0  # a process for each target client reads the record by itself
+def test_a_record_alone_is_enough(
+    seen: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A process for each target client opens the run and reads the record by itself: so is it here, but for the process.
+    opened = []
+
+    def by_the_site(processes, job, tasks):
+        opened.append(arrive(processes.site, 1))
+        return in_process(replace(job, work=opened[0]), tasks)
+
+    monkeypatch.setattr(Processes, "__call__", by_the_site)
+    assert run([*UNNAMED, "--workers", "2"]) == 0
+    assert len(opened) == 1
     out = capsys.readouterr().out
     assert "No score: the private examples were not recorded" in out
     assert "data.mean and data.std were not said" in out

@@ -57,10 +57,10 @@ def test_a_run_without_a_file_is_named_after_model_and_data(small: Path, capsys:
 
 
 def test_options_name_another_model_than_the_file(small: Path) -> None:
-    assert run(["audit", "small.toml", "--model", "resnet20", "--prepare", "--workers", "1"]) == 0
+    assert run(["audit", "small.toml", "--model", "mlp", "--prepare", "--workers", "1"]) == 0
     assert load_run("runs/small").info["config"]["model"] == {
         **load_run("runs/small").info["config"]["model"],
-        "name": "resnet20",
+        "name": "mlp",
         "prepare": True,
     }
 

@@ -37,10 +37,10 @@ def against_raw(text: str, settings: str, examples: int, target_clients: int):
 @pytest.mark.parametrize(
     ("defence", "examples", "settings", "gain"),
     [
-        ("mixup(8)", 2, "iterations=100, restarts=2", 0),
-        ("instahide(k=2)", 2, "iterations=100, restarts=2", 0.5),
-        ('ats(policy="3-1-7")', 1, "iterations=60, restarts=2", 2),
-        ("ats", 1, "iterations=100, restarts=4", 0.3),
+        ("mixup(8)", 2, "iterations=60, restarts=2", 0),
+        ("instahide(k=2)", 2, "iterations=60, restarts=2", 0.5),
+        ('ats(policy="3-1-7")', 1, "iterations=40, restarts=2", 2),
+        ("ats", 1, "iterations=60, restarts=3", 0.3),
     ],
 )
 def test_adaptive_attack_on_changed_images_recovers_more(defence: str, examples: int, settings: str, gain: float):
@@ -50,6 +50,6 @@ def test_adaptive_attack_on_changed_images_recovers_more(defence: str, examples:
 
 def test_keylock_hides_little_from_an_optimised_key():
     """Against the same search where there is no lock."""
-    settings = "iterations=100, lr=0.1"
+    settings = "iterations=50, lr=0.1"
     result, without = (against_raw(defence, settings, 1, target_clients=4) for defence in ("keylock", "none"))
     assert result["cdia"] > without["cdia"] - 2.5, (result, without)

@@ -36,7 +36,7 @@ def test_a_tokenizer_is_for_texts():
 
 
 def test_a_language_model_is_audited_with_its_own_loss(tmp_path):
-    settings = {**RUN, "data": {"name": "reviews", "tokens": 12}, "target_clients": 1}
+    settings = {**RUN, "data": {"name": "reviews", "tokens": 12, "public": 40}, "target_clients": 1}
     config = RunConfig(**settings, model={"name": "small-decoder", "options": {"width": 96, "depth": 2}})
     recorded, _ = execute(config, tmp_path / "run")
     assert open_experiment(config).undefended(0, 0).loss is own_loss

@@ -19,9 +19,10 @@ from gradveil.audit.run_directory import load_run
 from gradveil.cli.app import app
 
 _ONE = ("--workers", "1")
-_AUDIT = ("audit", "digits", "--target-clients", "2", "--set", "data.size=16", "--set", "model.name=lenet-zhu", *_ONE)
 _LOCAL = ("--set", "client.batch=4", "--set", "client.local.lr=0.05", "--set", "client.local.steps=2")
-_TRAIN = ("train", "digits", "--rounds", "2", "--set", "clients=4", *_ONE)
+_SMALL = ("--set", "data.size=16", "--set", "model.name=lenet-zhu")
+_AUDIT = ("audit", "digits", "--target-clients", "2", *_SMALL, *_ONE)
+_TRAIN = ("train", "digits", "--rounds", "2", "--set", "clients=4", *_SMALL, *_ONE)
 
 
 def _attacks(*texts: str) -> tuple[str, ...]:
@@ -45,25 +46,29 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *_defences("none", "dgp(top=0.05, bottom=0.5)", "dp(clip=20, sigma=1e-3)", "precode(k=8)"),
     ),
     "local": (*_AUDIT, *_LOCAL, "--iterations", "10", *_attacks("ig", "cdia"), *_defences("none", "topk(0.3)")),
-    "closed": (
-        *("audit", "digits", "--target-clients", "2", *_ONE, *_attacks("r-gap")),
-        *_defences("none", "prune(0.5)"),
-    ),
+    "closed": (*_AUDIT, *_attacks("r-gap"), *_defences("none", "prune(0.5)")),
     "malicious": (
         *(*_AUDIT, "--set", "client.batch=4", "--iterations", "10", *_attacks("rob", "curious", "fishing")),
         *_defences("none", "dgp"),
     ),
-    "learned": (*_AUDIT, *_attacks("learned(epochs=2)", "grnn(iterations=5)"), *_defences("none", "gaussian(0.01)")),
+    "learned": (
+        *_AUDIT,
+        *_attacks("learned(epochs=2, width=64, features=256)", "grnn(iterations=5)"),
+        *_defences("none", "gaussian(0.01)"),
+    ),
     "trained": (
         *(*_AUDIT, "--train", "--set", "train.rounds=2", "--set", "train.clients=4", "--iterations", "10"),
         *(*_attacks("cdia"), *_defences("none", "standin")),
     ),
     "train": (*_TRAIN, *_defences("none", "dgp", "dp(clip=1, sigma=0.1)", "adgp(keep=0.2)")),
-    "record": (*_TRAIN, *_defences("topk(0.5)"), "--record", "seen", "--record-client", "1", "--record-truth"),
+    "record": (
+        *(*_TRAIN, "--set", "clients=40", *_defences("topk(0.5)")),
+        *("--record", "seen", "--record-client", "1", "--record-truth"),
+    ),
     "recorded": (
-        *("audit", "--observed", "seen", "--set", "model.name=scheliga-cnn", "--set", "data.channels=1"),
-        *("--set", "data.classes=10", "--set", "data.size=32", "--iterations", "10", *_ONE),
-        *("--set", "data.mean=[0.31]", "--set", "data.std=[0.32]"),
+        *("audit", "--observed", "seen", *_SMALL, "--set", "data.channels=1"),
+        *("--set", "data.classes=10", "--iterations", "10", *_ONE),
+        *("--set", "data.mean=[0.3063]", "--set", "data.std=[0.3183]"),
         *_attacks("ig(labels=restore)"),
     ),
 }

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from gradveil.metrics.text_similarity import disclosed, identifiers, rouge_l, rouge_n
+from gradveil.metrics.text_similarity import disclosed, identifiers, rouge_l, rouge_n, rouge_n_pairs
 
 PAIRS = [
     ("the cat sat on the mat", "the cat is on a mat today"),
@@ -35,3 +35,10 @@ def test_an_identifier_counts_only_with_all_its_tokens_in_order():
     assert disclosed(["19", "##84"], truth) == 0.5
     assert disclosed(["##84", "19", "2001"], truth) == 0.5
     assert math.isnan(disclosed(["a"], ["a", "b"]))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_pairs_are_scored_as_single_texts_are(n):
+    texts = ["", "a", "a b a", "a a b b a", *(text for pair in PAIRS for text in pair)]
+    those, these = [text.split() for text in texts], [text.split() for text in texts[::2]]
+    assert rouge_n_pairs(those, these, n) == [[rouge_n(one, other, n) for other in these] for one in those]

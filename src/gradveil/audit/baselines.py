@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -91,8 +91,7 @@ class Guessing:
         if not self._testable(label):
             return UNTESTABLE
         found = self._field(label)
-        chances = found.exactly if exact else found.chances
-        return chances[min(guesses, len(chances)) - 1]
+        return (found.exactly if exact else found.chances).first(guesses)[-1]
 
     def at_most(self, label: int, guesses: int = 1, *, exact: bool = False) -> Chance:
         """Return the larger chance of an image: by guesses of its class, if any can be tested, or of any class."""
@@ -123,7 +122,7 @@ class Guessing:
         gains, images = list[float](), list[int]()
         for label, count in counts.items():
             found = self._field(label)
-            curve = (found.exactly if exact else found.chances)[: counts.total()]
+            curve = (found.exactly if exact else found.chances).first(counts.total())
             shares = [0.0, *(chance.share for chance in curve)]
             gains += [count * (after - before) for before, after in pairwise(shares)]
             images.append(curve[min(count, len(curve)) - 1].images)
@@ -142,8 +141,7 @@ class Guessing:
             weights[members] += count / int(members.sum())
         space = self.public.space
         passes = space.passes(found.similarity, space.exactly if exact else self.threshold)
-        curve = _cover(passes, found.places, weights)
-        return curve[min(counts.total(), len(curve)) - 1]
+        return _Curve(passes, found.places, weights).first(counts.total())[-1]
 
     def sample(self, label: int) -> GuessSample:
         """Count what the chance of a class rests on."""
@@ -269,9 +267,9 @@ class _Field:
     """The headline score [guesses, images], -1 for a guess and itself."""
     places: Tensor
     """Places of the guesses among the images, -1 for one that is none of them."""
-    chances: tuple[Chance, ...]
+    chances: _Curve
     """For one guess, two, and so on, until more are of no use."""
-    exactly: tuple[Chance, ...]
+    exactly: _Curve
     """The same for images recovered almost exactly."""
     of: int
 
@@ -291,7 +289,7 @@ def _compare(public: Dataset, overall: Tensor, threshold: float, pairs: int, of:
     similarity = torch.cat([alike, averaged])
     even = torch.ones(len(tested), dtype=torch.double)
     levels = threshold, space.exactly
-    chances, exactly = (tuple(_cover(space.passes(similarity, least), places, even)) for least in levels)
+    chances, exactly = (_Curve(space.passes(similarity, least), places, even) for least in levels)
     return _Field(tested, public.targets[: len(tested)], space.average(views), similarity, places, chances, exactly, of)
 
 
@@ -301,19 +299,32 @@ def _candidates(space: Space, tested: Tensor, count: int) -> Tensor:
     return chosen.unique()
 
 
-def _cover(passes: Tensor, places: Tensor, weights: Tensor) -> list[Chance]:
-    """Choose guesses greedily, each for the most images that none before passes for; return the share after each.
+class _Curve:
+    """The chances of one guess, two, and so on; a guess is chosen when it is asked for."""
+
+    def __init__(self, passes: Tensor, places: Tensor, weights: Tensor) -> None:
+        """Take which images [guesses, images] each guess passes for, the guesses' places, the images' weights."""
+        self._further, self._found = _cover(passes, places, weights), list[Chance]()
+
+    def first(self, guesses: int) -> list[Chance]:
+        """Return the chances of up to so many guesses: fewer where more are of no use, but at least one."""
+        self._found += islice(self._further, max(0, guesses - len(self._found)))
+        return self._found[:guesses]
+
+
+def _cover(passes: Tensor, places: Tensor, weights: Tensor) -> Iterator[Chance]:
+    """Choose guesses greedily, each for the most images that none before passes for; yield the share after each.
 
     Shares are of the weights of those images that are no guesses themselves.
     """
     covered, left = torch.zeros(len(weights), dtype=torch.bool), weights.clone()
-    found: list[Chance] = []
+    passing, passes_itself = passes.double(), passes[torch.arange(len(places)), places]
+    before = -1.0
     while left.any():
         itself = torch.where(places >= 0, left[places], 0.0)
-        reached = covered | passes
         # A place of -1 reads the last image here; `itself` = 0 leaves that out of the gains.
-        own = reached[torch.arange(len(places)), places]
-        gains = reached.double() @ left - itself * own
+        own = covered[places] | passes_itself
+        gains = left[covered].sum() + passing @ torch.where(covered, 0.0, left) - itself * own
         shares = gains / (left.sum() - itself).clamp(min=1e-12)
         best = int(shares.argmax())
         covered = covered | passes[best]
@@ -321,12 +332,14 @@ def _cover(passes: Tensor, places: Tensor, weights: Tensor) -> list[Chance]:
             left[places[best]] = 0
         # The same weights in another order may add up to slightly more.
         share = min(1.0, float(left[covered].sum() / left.sum())) if left.any() else 1.0
-        if found and share <= found[-1].share + 1e-12:
-            break
+        if share <= before + 1e-12:
+            return
+        before = share
         guess = "the mean image" if best == len(passes) - 1 else "the mean of the class"
         guess = "an image of the class" if places[best] >= 0 else guess
-        found.append(Chance(share, int((left > 0).sum()), guess))
-    return found or [Chance(1.0, 0, "")]
+        yield Chance(share, int((left > 0).sum()), guess)
+    if before < 0:
+        yield UNTESTABLE
 
 
 LEVEL = 0.05

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -155,6 +156,11 @@ class Experiment:
     @cached_property
     def guessing_trained(self) -> dict[tuple[int, str], Guessing]:
         """The same for what a batch defence makes of images, by client and defence; `audit.trained` fills it."""
+        return {}
+
+    @cached_property
+    def leaks(self) -> dict[tuple[Any, ...], tuple[Tensors, str | None]]:
+        """What updates tell of the target clients, whoever only looks at them; `audit.trial` fills it."""
         return {}
 
     @cached_property

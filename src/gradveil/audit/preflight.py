@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -282,8 +284,12 @@ def open_experiment(config: RunConfig, data_dir: Path | None = None, checked: bo
     weights = read_weights(located(config.model.weights, data_dir)) if config.model.weights else {}
     source, public, target_clients = _source(config, others(defences.values()), data_dir, checked)
 
-    def model(seed: int) -> nn.Module:
+    @cache
+    def initial(seed: int) -> nn.Module:
         return initial_model(config.model, target_clients, seed)[0]
+
+    def model(seed: int) -> nn.Module:
+        return deepcopy(initial(seed))  # drawing and preparing take longer, and every defence has a copy
 
     experiment = Experiment(
         config,

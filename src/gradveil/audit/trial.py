@@ -167,7 +167,7 @@ def recover(
     }
     if client.batch:
         tensors["transformed"] = truth.transformed.inputs
-    leak, unbounded = leaked(experiment, trial.seed, client, seen, truth)
+    leak, unbounded = _leaked(experiment, trial, client, seen, truth)
     alone = experiment.config.rounds == 1  # a share then computes its own targets only, and no mean over all
     held = [] if alone else list(map(asdict, truth.held_back))
     carried = alone and bool(trial.trained) and bool(truth.held_back)
@@ -186,6 +186,18 @@ def recover(
         "layers": sizes,
     }
     return recovered(experiment, client, made, sent, truth, tensors | leak, facts)
+
+
+def _leaked(
+    experiment: Experiment, trial: TrialAddress, client: Client, seen: Sequence[Observation], truth: Truth
+) -> tuple[Tensors, str | None]:
+    """Return what the updates tell: the same to all who only look, each active attacker gets updates of its own."""
+    if isinstance(experiment.attacks[trial.attack], Active):
+        return leaked(experiment, trial.seed, client, seen, truth)
+    where = trial.client, trial.defence, trial.seed, trial.trained, seen[0].target_clients
+    if where not in experiment.leaks:
+        experiment.leaks[where] = leaked(experiment, trial.seed, client, seen, truth)
+    return experiment.leaks[where]
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import sys
+from functools import cache
 from typing import Annotated
 
 import click
 import typer
+from typer.main import get_command
 
 import gradveil
 from gradveil.cli.audit_command import audit
@@ -35,7 +37,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-"""The commands. `run` calls it and turns errors into messages and exit codes."""
+"""The commands. `run` calls them and turns errors into messages and exit codes."""
 
 
 def _examples(*commands: str) -> str:
@@ -157,6 +159,12 @@ def options(
     """
 
 
+@cache
+def command() -> click.Command:
+    """Return the commands as click has them: made once, since reading every signature takes a tenth of a second."""
+    return get_command(app)
+
+
 def main() -> None:
     """Run the command line and exit with its code."""
     keep_freed_memory()
@@ -169,7 +177,7 @@ def run(arguments: list[str], debug: bool = False) -> int:
     """Run one command line; return its exit code. `debug` lets errors through with their traceback."""
     arguments = [re.sub(r"^--defense(?==|$)", "--defence", argument) for argument in arguments]
     try:
-        code = app(arguments, standalone_mode=False, prog_name="gradveil")
+        code = command()(arguments, standalone_mode=False, prog_name="gradveil")
         return code if isinstance(code, int) else 0
     except GradveilError as error:
         if debug:

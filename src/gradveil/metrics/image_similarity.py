@@ -69,12 +69,14 @@ def ssim_pairs(candidates: Tensor, truths: Tensor) -> Tensor:
     x, y = candidates.float(), truths.float()
     # [A, 1 or B, C, H, W]: products with the truths [B, C, H, W] have one image for each pair.
     x = x if x.ndim == 5 else x[:, None]
-    mean_y, square_y = _averaged(y), _averaged(y * y)
+    window = _window(y)
+    bands = [_band(window, side) for side in y.shape[-2:]]
+    mean_y, square_y = _averaged(y, *bands), _averaged(y * y, *bands)
     rows, scores = max(1, _CHUNK // max(1, y.numel())), list[Tensor]()
     for part in x.split(rows):
-        mean_x, square_x = _averaged(part), _averaged(part * part)
+        mean_x, square_x = _averaged(part, *bands), _averaged(part * part, *bands)
         means, squares = mean_x * mean_y, mean_x.square() + mean_y.square()
-        covariance, variances = _averaged(part * y) - means, square_x + square_y - squares
+        covariance, variances = _averaged(part * y, *bands) - means, square_x + square_y - squares
         similarity = (2 * means + _C1) * (2 * covariance + _C2) / ((squares + _C1) * (variances + _C2))
         scores.append(similarity.mean((-3, -2, -1)))
     return torch.cat(scores)
@@ -186,10 +188,8 @@ def _smooth(images: Tensor) -> Tensor:
     return smooth.reshape(*images.shape[:-2], *smooth.shape[-2:])
 
 
-def _averaged(images: Tensor) -> Tensor:
+def _averaged(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Compute `_smooth` as two products with banded matrices: faster for many small images."""
-    window = _window(images)
-    rows, columns = (_band(window, side) for side in images.shape[-2:])
     return rows.T @ (images @ columns)
 
 

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 
+_Tokens = Sequence[Hashable]
 _NUMBER = re.compile(r"^[+(]?\d[\d.,:/()-]*$")
 _ADDRESS = re.compile(r"^[^@\s]+@[^@\s]+\.[a-z]+$", re.IGNORECASE)
 
@@ -16,9 +17,32 @@ def rouge_n(one: Sequence[Hashable], truth: Sequence[Hashable], n: int) -> float
     >>> rouge_n("a b c".split(), "a b d".split(), 1)
     0.6666666666666666
     """
-    those, these = (Counter(tuple(x[i : i + n]) for i in range(len(x) - n + 1)) for x in (one, truth))
-    shared = (those & these).total()
-    return 0.0 if not shared else 2 * shared / (those.total() + these.total())
+    return rouge_n_pairs([one], [truth], n)[0][0]
+
+
+def rouge_n_pairs(texts: Sequence[_Tokens], truths: Sequence[_Tokens], n: int) -> list[list[float]]:
+    """Return ROUGE-n F of each text with each truth. A pair takes time only for the runs that both have.
+
+    >>> rouge_n_pairs(["a b c".split(), ["d"]], ["a b d".split(), "b b".split()], 1)
+    [[0.6666666666666666, 0.4], [0.5, 0.0]]
+    """
+    those, these = ([_runs(tokens, n) for tokens in each] for each in (texts, truths))
+    truths_with: dict[_Tokens, list[tuple[int, int]]] = {}
+    for i, runs in enumerate(these):
+        for run, count in runs.items():
+            truths_with.setdefault(run, []).append((i, count))
+    sizes, table = [runs.total() for runs in these], list[list[float]]()
+    for runs in those:
+        shared, size = [0] * len(these), runs.total()
+        for run, count in runs.items():
+            for i, other in truths_with.get(run, ()):
+                shared[i] += min(count, other)
+        table.append([2 * both / (size + other) if both else 0.0 for both, other in zip(shared, sizes, strict=True)])
+    return table
+
+
+def _runs(tokens: _Tokens, n: int) -> Counter[_Tokens]:
+    return Counter(tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
 
 
 def rouge_l(one: Sequence[Hashable], truth: Sequence[Hashable]) -> float:

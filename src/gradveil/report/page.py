@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,8 +56,9 @@ def points(share: float) -> str:
     return f"{100 * share:+.1f}".replace("-", "−")
 
 
+@cache
 def templates() -> jinja2.Environment:
-    """Return the environment of all pages: every text is escaped, and numbers are written alike."""
+    """Return the environment of all pages: every text is escaped, numbers are written alike, nothing is read twice."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -72,16 +74,17 @@ def templates() -> jinja2.Environment:
         "points": points,
     }
     environment.globals |= {"levels": LEVELS, "icons": _ICONS}
+    environment.globals["parts"] = environment.get_template("parts.html.j2").module
     return environment
 
 
 def render(template: str, sections: Sequence[PageSection], context: Mapping[str, Any]) -> str:
     """Render a page with these sections. Every text of the context is escaped."""
-    environment = templates()
-    environment.globals["parts"] = environment.get_template("parts.html.j2").module
     script = Markup("\n").join(map(_asset, _SCRIPTS))
-    return environment.get_template(template).render(
-        **context, sections=sections, style=_asset("style.css"), script=script
+    return (
+        templates()
+        .get_template(template)
+        .render(**context, sections=sections, style=_asset("style.css"), script=script)
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.space import ExampleWords, SharedParts, Space
-from gradveil.metrics.text_similarity import disclosed, rouge_l, rouge_n
+from gradveil.metrics.text_similarity import disclosed, rouge_l, rouge_n, rouge_n_pairs
 from gradveil.spaces.likeliest_text import likeliest_text
 
 
@@ -157,7 +157,8 @@ class TextSpace(Space):
         places = []
         for those, these in zip(candidates, truths, strict=True):
             # ROUGE-2 decides between equal ROUGE-1 alone.
-            overlap = self._pairs(those, these, lambda a, b: rouge_n(a, b, 1) + rouge_n(a, b, 2) / 100)
+            first, second = self._rouge(those, these)
+            overlap = (first + second / 100).float()
             rows, columns = linear_sum_assignment(-overlap.numpy())
             # `rows` are candidates and `columns` their truths; in the order of the truths they are the permutation.
             places.append(torch.as_tensor(rows)[torch.as_tensor(columns).argsort()])
@@ -179,9 +180,9 @@ class TextSpace(Space):
     def similarity(self, candidates: Tensor, truths: Tensor) -> Tensor:
         """Compute the share of tokens in place [A, B]."""
         if candidates.dim() == 3:
-            return torch.stack([self._pairs(column, truths[i : i + 1], in_place)[:, 0]
-                                for i, column in enumerate(candidates.unbind(1))], 1)  # fmt: skip
-        return self._pairs(candidates, truths, in_place)
+            columns = enumerate(candidates.unbind(1))
+            return torch.cat([self._in_place(column, truths[i : i + 1]) for i, column in columns], 1).float()
+        return self._in_place(candidates, truths).float()
 
     def nearest(self, candidates: Tensor, gallery: Tensor) -> Tensor:
         """Return the index of the text with the largest ROUGE-1 and most tokens in place."""
@@ -224,8 +225,8 @@ class TextSpace(Space):
 
     def central(self, views: Tensor) -> Tensor:
         """Return the indices of texts, those with the largest mean ROUGE-1 to the others first."""
-        sample = views[: min(len(views), _COMPARED)]
-        return self._pairs(views, sample, lambda a, b: rouge_n(a, b, 1)).mean(1).argsort(descending=True)
+        texts = [self.tokens(view) for view in views]
+        return torch.tensor(rouge_n_pairs(texts, texts[:_COMPARED], 1)).mean(1).argsort(descending=True)
 
     def _scores(self, one: list[int], truth: list[int]) -> tuple[float, ...]:
         return (
@@ -239,15 +240,30 @@ class TextSpace(Space):
         )
 
     def _closeness(self, candidates: Tensor, gallery: Tensor) -> Tensor:
-        return self._pairs(
-            self.view(candidates), gallery, lambda a, b: rouge_n(a, b, 1) + rouge_n(a, b, 2) + in_place(a, b)
-        )
+        views = self.view(candidates)
+        return (self._rouge(views, gallery).sum(0) + self._in_place(views, gallery)).float()
 
-    def _pairs(self, candidates: Tensor, truths: Tensor, score) -> Tensor:
+    def _rouge(self, candidates: Tensor, truths: Tensor) -> Tensor:
+        """Compute ROUGE-1 and ROUGE-2 [2, A, B] in double precision."""
         those, these = [self.tokens(x) for x in candidates], [self.tokens(x) for x in truths]
-        return torch.tensor([[score(one, other) for other in these] for one in those], dtype=torch.float32).reshape(
-            len(those), len(these)
-        )
+        rouge = torch.tensor([rouge_n_pairs(those, these, n) for n in (1, 2)], dtype=torch.float64)
+        return rouge.view(2, len(those), len(these))
+
+    def _in_place(self, candidates: Tensor, truths: Tensor) -> Tensor:
+        """Compute `in_place` [A, B] in double precision."""
+        those, these = self._rows(candidates, none=-1), self._rows(truths, none=-2)
+        share = torch.zeros(len(those), len(these), dtype=torch.float64)
+        for row, text in zip(share, those, strict=True):
+            row += (text == these).sum(1)
+        return share / (these >= 0).sum(1).clamp(min=1)
+
+    def _rows(self, texts: Tensor, none: int) -> Tensor:
+        """Return the token numbers of texts [A, T] without special tokens; `none` stands where there is none."""
+        rows = torch.full((len(texts), self.shape[0]), none)
+        for row, text in zip(rows, texts, strict=True):
+            tokens = self.tokens(text)
+            row[: len(tokens)] = torch.tensor(tokens, dtype=torch.long)
+        return rows
 
 
 _SHOWN = 32
