@@ -7,6 +7,7 @@ from gradveil.core.errors import GradveilError
 from gradveil.data import load
 from gradveil.nn.models import build
 from gradveil.nn.models.hugging_face_text import HuggingFaceText
+from gradveil.nn.models.unlisted_text import UnlistedText
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -44,6 +45,13 @@ def test_a_type_gets_drawn_weights_for_the_words_and_classes_of_the_data():
 @pytest.mark.parametrize(("predicts", "shape"), [("words", (2,)), ("classes", (2, 3))])
 def test_a_decoder_predicts_words_or_classes(predicts, shape):
     model = made("hf:llama", **SMALL, predicts=predicts)
+    assert model(torch.tensor([[5, 6, 0], [7, 8, 9]])).shape == shape
+
+
+@pytest.mark.parametrize(("name", "predicts", "shape"), [("albert", "classes", (2, 3)), ("olmo2", "words", (2,))])
+def test_a_type_whose_layers_are_not_known_is_built_too(name, predicts, shape):
+    model = made(f"hf:{name}", **SMALL, predicts=predicts)
+    assert isinstance(model, UnlistedText)
     assert model(torch.tensor([[5, 6, 0], [7, 8, 9]])).shape == shape
 
 

@@ -18,7 +18,7 @@ from torch import Generator, nn
 from gradveil.core.errors import FOREIGN, Problem, fail, refuse
 from gradveil.core.extras import needs
 from gradveil.nn.initial_weights import drawing_from
-from gradveil.nn.models.hugging_face_text import FAMILIES, HuggingFaceText
+from gradveil.nn.models.hugging_face_text import FAMILIES
 from gradveil.nn.models.own_text import reading_tokens
 from gradveil.nn.token_layout import TokenModel
 
@@ -49,7 +49,14 @@ def local_source(name: str, where: str) -> str:
 
 def is_type(name: str) -> bool:
     """Report whether a name is a type of models, which has neither weights nor a tokenizer."""
-    return name.removeprefix("hf:") in FAMILIES
+    name = name.removeprefix("hf:")
+    if name in FAMILIES:
+        return True
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError:
+        return False
+    return name in CONFIG_MAPPING and not Path(name).is_dir()
 
 
 def build_text_model(
@@ -65,7 +72,8 @@ def build_text_model(
     source = local_source(name, WHERE)
     pretrained = options.get("pretrained", False)
     config = _config(transformers, source, options)
-    predicts = options.get("predicts", "words" if FAMILIES[config.model_type]["causal"] else "classes")
+    known_causal = FAMILIES.get(config.model_type, {}).get("causal", False)
+    predicts = options.get("predicts", "words" if known_causal else "classes")
     refuse(list(_problems(source, config, facts, options, predicts)))
     kind = "ForCausalLM" if predicts == "words" else "ForSequenceClassification"
     auto = getattr(transformers, f"AutoModel{kind}")
@@ -85,7 +93,7 @@ def build_text_model(
         first = (str(error).strip().splitlines() or [""])[0]
         fix = f"fetch it once: hf download {source}" if pretrained else "correct model.options"
         raise fail(WHERE, f"'{source}' cannot be built: {type(error).__name__}: {first}", fix) from error
-    return HuggingFaceText(made.eval(), facts["length"])
+    return reading_tokens(made.eval(), torch.full((1, facts["length"]), facts["padding"]))[0]
 
 
 def adopt_text_model(model: nn.Module, facts: Mapping[str, Any], where: str) -> nn.Module:
@@ -124,11 +132,8 @@ def _config(library: Any, source: str, options: Mapping[str, Any]) -> Any:
     except FOREIGN as error:
         near = get_close_matches(source, FAMILIES, n=1)
         hint = f"did you mean hf:{near[0]}? " if near else ""
-        fix = f"{hint}fetch it once: hf download {source}; or give a type: {', '.join(FAMILIES)}"
+        fix = f"{hint}fetch it once: hf download {source}; or give a type of transformers: {', '.join(FAMILIES)}, ..."
         raise fail(WHERE, f"'{source}' is no folder with a config.json, and not in your cache", fix) from error
-    if config.model_type not in FAMILIES:
-        what = f"'{source}' is of the family '{config.model_type}', whose first layers are not known"
-        raise fail(WHERE, what, f"choose a model of: {', '.join(FAMILIES)}")
     return config
 
 
@@ -136,13 +141,13 @@ def _problems(
     source: str, config: Any, facts: Mapping[str, Any], options: Mapping[str, Any], predicts: Any
 ) -> Iterator[Problem]:
     """Find options that mean nothing, and data that do not fit."""
-    pretrained, family = options.get("pretrained", False), FAMILIES[config.model_type]
+    pretrained, family = options.get("pretrained", False), FAMILIES.get(config.model_type)
     if not isinstance(pretrained, bool):
         fix = "give true to read weights from a folder or your cache, or leave it out"
         yield Problem("model.options.pretrained", f"is {pretrained!r}", fix)
     if predicts not in PREDICTS:
         yield Problem("model.options.predicts", f"is {predicts!r}", f"give one of: {', '.join(PREDICTS)}")
-    elif predicts == "words" and not family["causal"]:
+    elif predicts == "words" and family is not None and not family["causal"]:
         what = f"is 'words', and models of the family '{config.model_type}' see later words"
         yield Problem("model.options.predicts", what, "give 'classes', or choose a decoder: hf:gpt2")
     known = set(config.to_dict())
