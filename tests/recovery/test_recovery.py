@@ -24,7 +24,7 @@ from tests.attacks.test_many_rounds import PUBLIC, watched
         ("gi", "scheliga-cnn", "digits", 600, 18),
         ("grnn(width=8)", "lenet-zhu", "digits", 100, 18),
         ("gias(width=4, lessons=60)", "lenet-zhu", "digits", 80, 20),
-        ("ggl(width=4, lessons=300)", "lenet-zhu", "digits", 60, 18),
+        ("ggl(width=4, lessons=300, population=12)", "lenet-zhu", "digits", 150, 18),
     ],
 )
 def test_attack_recovers_its_easiest_case(attack, model, data, iterations, decibel):
