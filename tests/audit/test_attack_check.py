@@ -288,17 +288,17 @@ def test_a_custom_attack_without_an_objective_at_the_truth_vouches_for_no_defenc
     assert examine(ended(0.1, 0.1, custom=True), [BARE]).state == "ambiguous"
 
 
-@pytest.mark.parametrize("attack", ["analytic", "r-gap", "learned(epochs=1)"])
+@pytest.mark.parametrize("attack", ["analytic", "r-gap", "learned(epochs=1, width=8)"])
 def test_attacks_without_a_search_compute_how_well_their_answer_explains_the_whole_update(attack: str) -> None:
-    model = {"name": "vit" if attack == "analytic" else "scheliga-cnn"}
-    experiment = open_experiment(config(defences=["none"], data={"name": "digits"}, model=model, attacks=[attack]))
+    model = {"name": "vit" if attack == "analytic" else "lenet-zhu"}
+    experiment = open_experiment(config(defences=["none"], model=model, attacks=[attack]))
     address = trials(experiment.config)[0]
     found = score(
         experiment, address, recover(experiment, address, range(2), lambda step: None), TrialNames("", "", ())
     )
     health = found.info["health"]
     assert max(health["match_truth"], health["layers_truth"]) < 1e-6
-    assert (max(health["match"], health["layers"]) < 1e-3) is (attack != "learned(epochs=1)")
+    assert (max(health["match"], health["layers"]) < 1e-3) is (attack != "learned(epochs=1, width=8)")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from tests.audit.runs import config
-from tests.audit.test_rounds import opened
+from tests.audit.test_rounds import FEW, opened
 
 
 def test_the_broadcaster_is_a_client_of_its_own():
@@ -89,7 +89,7 @@ def test_a_group_votes_as_its_members_do():
 
 
 def test_who_learns_simulates_what_was_heard():
-    experiment, trial, client = opened("adgp", "learned(epochs=1, width=4, features=64)")
+    experiment, trial, client = opened("adgp", "learned(epochs=1, width=4, features=64)", data=FEW)
     (seen,), truth = observe(experiment, trial, client, range(2))
     attack = experiment.attacks[trial.attack]
     knowledge, _, _ = grant(experiment, attack, client, client.params(), truth)

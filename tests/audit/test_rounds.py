@@ -102,7 +102,7 @@ def test_averaging_rounds_beats_zero_mean_noise():
     """A model that hardly moves sends the same gradient with fresh noise: eight rounds together say more than one."""
     error = {}
     for rounds in ("last", "all"):
-        text = f"ig-scheliga(rounds={rounds}, iterations=80)"
+        text = f"ig-scheliga(rounds={rounds}, iterations=50)"
         experiment, trial, _ = opened(
             "gaussian(0.02)", text, rounds=8, server_lr=0.001, precision="float32", model={"name": "scheliga-cnn"},
             data={"name": "digits"},
@@ -152,13 +152,14 @@ def test_each_image_of_a_sum_is_found_in_its_members_place():
 
 
 LEARNER = "learned(epochs=1, width=8, features=16)"
+FEW = {"name": "digits", "size": 16, "public": 60}
 
 
 @pytest.mark.parametrize("client", [{}, {"members": 2}], ids=["one", "sum"])
 @pytest.mark.parametrize("attack", ["ig(iterations=2)", "cdia(rounds=all, iterations=2)", LEARNER])
 def test_what_a_client_keeps_is_the_same_in_every_round(attack, client):
     """A lock is drawn in the first round, and is the truth in the second one too; in a sum each member has its own."""
-    experiment, trial, client = opened("keylock", attack, rounds=2, target_clients=2, client=client)
+    experiment, trial, client = opened("keylock", attack, rounds=2, client=client, data=FEW)
     seen, truth = observe(experiment, trial, client, range(2))
     kept = [name for name in truth.noise if ".lock." in name and not name.startswith("round")]
     assert kept

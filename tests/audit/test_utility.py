@@ -94,8 +94,8 @@ def test_the_error_of_proposition_1_stands_beside_the_measured_one(tmp_path: Pat
 
 
 def test_noise_lowers_the_second_order_utility():
-    experiment = experiment_with(Recorder(), defences=["gaussian(0.5)"], target_clients=40)
-    tensors = recover(experiment, trials(experiment.config)[0], range(40), lambda step: None).tensors
+    experiment = experiment_with(Recorder(), defences=["gaussian(0.5)"], target_clients=16)
+    tensors = recover(experiment, trials(experiment.config)[0], range(16), lambda step: None).tensors
     first, second = tensors["first_order_utility"], tensors["second_order_utility"]
     assert float(second.mean()) < -(float(first.mean()) ** 2) - 0.5 * float(first.var())
 

@@ -68,11 +68,14 @@ def test_code_uses_only_frozen_labels():
     assert _literal_addresses('key.child("x", 1); Key(0, ("y",)); key.child(Stream.CLIENT)') == [1, 1]
 
 
+def twister(generator: torch.Generator) -> np.ndarray:
+    """Return the 624 words of a generator's state."""
+    return generator.get_state().numpy()[24 : 24 + 8 * 624].view("<u8").astype(np.uint32)
+
+
 def test_key_seeds_the_mersenne_twister_with_shake256():
     """Numpy's own twister, started with the same 624 words, draws the same."""
-    state = Key(3, ("a", 1)).generator().get_state().numpy()
-    reference = np.random.MT19937()
-    words = state[24 : 24 + 8 * 624].view("<u8").astype(np.uint32)
+    reference, words = np.random.MT19937(), twister(Key(3, ("a", 1)).generator())
     reference.state = {"bit_generator": "MT19937", "state": {"key": words, "pos": 624}}
     drawn = torch.rand(1500, generator=Key(3, ("a", 1)).generator()).numpy()
     assert np.array_equal(drawn, (reference.random_raw(1500) & 0xFFFFFF).astype(np.float32) / 2**24)
@@ -82,5 +85,11 @@ def test_keys_with_equal_32_bit_seeds_differ():
     """Torch's own seeding keeps 32 bits of a seed; a million streams of it meet about 116 times, ours never."""
     first, second = (torch.Generator().manual_seed(seed) for seed in (5, 5 + 2**32))
     assert torch.equal(torch.rand(4, generator=first), torch.rand(4, generator=second)), "what is to be avoided"
-    words = [Key(number).generator().get_state()[24:40].numpy().tobytes() for number in range(1 << 17)]
-    assert len(set(words)) == len(words)
+
+    def made_of_its_first_word(generator: torch.Generator) -> bool:
+        first, second = map(int, twister(generator)[:2])
+        return second == (1812433253 * (first ^ first >> 30) + 1) % 2**32
+
+    assert made_of_its_first_word(torch.Generator().manual_seed(5))
+    assert not any(made_of_its_first_word(Key(number).generator()) for number in range(1000))
+    assert len({twister(Key(number).generator())[:2].tobytes() for number in range(1 << 12)}) == 1 << 12

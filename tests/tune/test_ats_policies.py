@@ -34,7 +34,7 @@ from gradveil.tune.ats_policies import (
     score_controls,
 )
 
-SMALL = ["digits", "--set", "model.name=lenet-zhu", "--images", "8", "--keep", "2"]
+SMALL = ["digits", "--set", "model.name=lenet-zhu", "--set", "data.size=16", "--images", "8", "--keep", "2"]
 
 
 def searched(capsys: pytest.CaptureFixture[str], out: Path, *words: str, code: int | None = None) -> dict[str, Any]:
@@ -192,4 +192,4 @@ def test_search_without_a_better_policy_exits_with_1_and_the_reason(tmp_path: Pa
     monkeypatch.setattr(ats_search, "lower", lambda policy, control: True)
     assert run(["search", "ats", *SMALL, *out, "--least", "-1e9"]) == 0
     output = " ".join(capsys.readouterr().out.split())
-    assert "gradveil audit digits --set model.name=lenet-zhu --attack ig" in output  # of the model that was judged
+    assert f"gradveil audit {' '.join(SMALL[:5])} --attack ig" in output  # of the model that was judged
