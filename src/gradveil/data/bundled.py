@@ -6,7 +6,9 @@ are the same everywhere.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,10 +39,10 @@ def digits() -> Raw:
     with needs("demo", "digits"):
         from sklearn.datasets import load_digits
 
-    features, numbers = load_digits(return_X_y=True)
+    features, numbers = _read(load_digits, return_X_y=True)
     # The levels of grey are 0 to 16.
     pixels = torch.as_tensor(features, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-    labels = torch.as_tensor(numbers, dtype=torch.int64)
+    labels = torch.tensor(numbers, dtype=torch.int64)
     cut = _DIGITS_PUBLIC
     return Raw(pixels[:cut], labels[:cut], pixels[cut:], labels[cut:])
 
@@ -55,7 +57,7 @@ def faces() -> Raw:
     with needs("demo", "faces"):
         from skimage.data import lfw_subset
 
-    pixels = torch.from_numpy(lfw_subset()).float()[:, None]
+    pixels = torch.from_numpy(_read(lfw_subset)).float()[:, None]
     face, other = pixels[:100], pixels[100:]
     other = other[other.flatten(1).std(1).argsort(descending=True, stable=True)]
     splits = []
@@ -65,6 +67,12 @@ def faces() -> Raw:
         order = torch.tensor(range(100) if start else _taking_turns(50))
         splits += [images[order], labels[order]]
     return Raw(*splits)
+
+
+@cache
+def _read(reader: Callable[..., Any], **how: Any) -> Any:
+    """Read a small file once; nobody changes what it holds."""
+    return reader(**how)
 
 
 def _taking_turns(each: int) -> list[int]:
