@@ -15,12 +15,12 @@ from tests.audit.runs import config, execute, legend
 
 DEFENCES = [
     "none",
-    "dp(clip=1, sigma=1)",
-    "fed-cdp(clip=1, sigma=2)",
-    "user-dp(clip=1, sigma=1)",
+    "dp(clip=1, sigma=2)",
+    "fed-cdp(clip=1, sigma=4)",
+    "user-dp(clip=1, sigma=2)",
     "prune(0.9)",
     "gaussian(0.01)",
-    "dp(clip=1, sigma=1) + optimal-prune(0.5)",
+    "dp(clip=1, sigma=2) + optimal-prune(0.5)",
     "optimal-noise(0.1, clamp=1)",
 ]
 PRIVATE = DEFENCES[1:4]
@@ -45,10 +45,10 @@ class TestWithATraining:
         found, _ = execute(chosen, tmp_path / "run")
         facts = {trial.info["defence"]: trial.info for trial in found.trials}
         assert {name for name, info in facts.items() if info["epsilon"]} == set(PRIVATE)
-        wanted = epsilon(1.0, Participation(**TRAINING))
-        assert facts["dp(clip=1, sigma=1)"]["epsilon"] == {"example": pytest.approx(wanted)}
-        assert facts["user-dp(clip=1, sigma=1)"]["epsilon"] == {"client": pytest.approx(wanted)}
-        assert facts["fed-cdp(clip=1, sigma=2)"]["epsilon"]["example"] > wanted
+        wanted = epsilon(2.0, Participation(**TRAINING))
+        assert facts["dp(clip=1, sigma=2)"]["epsilon"] == {"example": pytest.approx(wanted)}
+        assert facts["user-dp(clip=1, sigma=2)"]["epsilon"] == {"client": pytest.approx(wanted)}
+        assert facts["fed-cdp(clip=1, sigma=4)"]["epsilon"]["example"] > wanted
         html, told = audit_page(found), legend(found.trials)
         for name, info in facts.items():
             short = proven(info)
@@ -58,8 +58,8 @@ class TestWithATraining:
             assert summarise(next(c for c in found.trials if c.info is info))["guarantee"] == info["guarantee"]
         assert "No formal guarantee: prune(0.9), gaussian(0.01) and optimal-noise(0.1, clamp=1)." in told
         assert "uses the data again" in told
-        assert told.count("Privacy warning: fed-cdp(clip=1, sigma=2): noise: the noise is scaled") == 1
-        assert "fed-cdp(clip=1, sigma=2): noise: the noise is scaled to a sensitivity of 1" in html
+        assert told.count("Privacy warning: fed-cdp(clip=1, sigma=4): noise: the noise is scaled") == 1
+        assert "fed-cdp(clip=1, sigma=4): noise: the noise is scaled to a sensitivity of 1" in html
 
     def test_check_warns_and_does_not_fail(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         words = ["check", "--model", "lenet-zhu", "--data", "faces", "--size", "16", "--set", "client.batch=1"]
@@ -68,7 +68,7 @@ class TestWithATraining:
         assert run([*words, "--json"]) == 0
         told = [(p["where"], p["what"]) for p in json.loads(capsys.readouterr().out) if p["severity"] == "warning"]
         defences = [where.partition("'")[2].partition("'")[0] for where, what in told if "closed form" not in what]
-        assert defences == ["dp", "fed-cdp(clip=1, sigma=2)", "dp(clip=1, sigma=1) + optimal-prune(0.5)"]
+        assert defences == ["dp", "fed-cdp(clip=1, sigma=4)", "dp(clip=1, sigma=2) + optimal-prune(0.5)"]
         said = [what for _, what in told]
         assert "epsilon of one update alone" in said[0]
         assert "sensitivity" in said[1]

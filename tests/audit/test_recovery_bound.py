@@ -21,14 +21,15 @@ from gradveil.nn import build
 from gradveil.theory.reconstruction_robustness import gaussian
 from tests.audit.runs import config, execute, legend
 
-PRIVATE = ("dp(clip=1, sigma=4)", "fed-cdp(clip=1, sigma=4)", "user-dp(clip=1, sigma=4)", "dp(clip=1, sigma=0.5)")
+PRIVATE = ("dp(clip=1, sigma=4)", "fed-cdp(clip=1, sigma=4)", "user-dp(clip=1, sigma=4)")
 
 
 def test_no_measured_rate_exceeds_its_bound(tmp_path: Path) -> None:
     pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
-    local = {"batch": 2, "local": {"epochs": 2, "batch": 1, "sampling": "poisson", "lr": 0.1}}
-    for number, changes in enumerate(({"client": [{}]}, {"client": [local]}, {"rounds": 3})):
-        found, _ = execute(config(defences=[*PRIVATE], attacks=["ig(iterations=2)"], **changes), tmp_path / f"{number}")
+    local = {"batch": 2, "local": {"epochs": 1, "batch": 1, "sampling": "poisson", "lr": 0.1}}
+    for number, client in enumerate(({}, local)):
+        chosen = config(defences=[*PRIVATE], attacks=["ig(iterations=2)"], client=client)
+        found, _ = execute(chosen, tmp_path / f"{number}")
         rows = [Row(place, trial) for place, trial in enumerate(found.trials) if trial.failed is None]
         assert {row.defence for row in rows} == {*PRIVATE}
         for row in rows:
