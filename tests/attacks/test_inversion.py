@@ -162,7 +162,7 @@ def test_every_preset_moves_its_dummies_and_lowers_its_objective():
     scene = tiny(target_clients=2)
     for name in INVERSIONS:
         attack = quick(name)
-        attack = replace(attack, descent=replace(attack.descent, iterations=60), restarts=8 if attack.evolves else 1)
+        attack = replace(attack, descent=replace(attack.descent, iterations=25), restarts=8 if attack.evolves else 1)
         found = run(scene, attack)
         assert bool((found.objective < 0.9 * found.initial).all()), name
 

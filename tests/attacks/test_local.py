@@ -69,7 +69,7 @@ def test_one_small_step_is_as_hard_to_invert_as_its_gradient(distance, members):
 )
 def test_images_are_recovered_from_local_training(local, gain):
     """Steps of one example each with momentum blur them: no closer than the public mean, but each nearest to itself."""
-    text = "ig-scheliga(iterations=150, order=told)"
+    text = "ig-scheliga(iterations=60, order=told)"
     scene = open_experiment(
         config(
             data={"name": "digits"}, model={"name": "scheliga-cnn"}, client={"batch": 2, "local": local},

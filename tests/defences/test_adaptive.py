@@ -160,8 +160,8 @@ def test_malicious_server_uses_what_pruning_leaves(tmp_path, monkeypatch, capsys
 
 
 def test_adaptive_expands_in_python():
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Sigmoid(), nn.Flatten(), nn.Linear(2 * 12 * 12, 3))
-    batch = torch.rand(2, 1, 14, 14, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2])
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Sigmoid(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(18, 3))
+    batch = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2])
     result = gradveil.audit(model, batch, defences=["none", "prune(0.5)"], attacks=["ig", "adaptive"], iterations=2)
     tried = {(trial.info["attack"], trial.info["defence"]) for trial in result.trials}
     assert ("portfolio", "prune(0.5)") in tried

@@ -143,7 +143,7 @@ def test_search_that_infers_the_directions_finds_more_than_one_that_ignores_them
     result = gradveil.audit(
         model,
         (digits.inputs[:2], digits.targets[:2]),
-        attacks=["ig-scheliga(iterations=200)", "cdia(iterations=200)"],
+        attacks=["ig-scheliga(iterations=80)", "cdia(iterations=80)"],
         defences=["svdefense(energy=0.5, least=0.3)"],
         progress=False,
     )

@@ -51,7 +51,11 @@ def test_optimal_public_variances_follow_the_theorem(clamp: str):
     ratio = global_ratio(rows, result, 0.2 if clamp else float("inf"))
     flat = torch.cat([value.flatten() for value in ratio.values()])
     filled = torch.where(flat > 0, flat, flat.sum() / (flat > 0).sum())
-    std = torch.cat([value.flatten() for value in deviations(client).values()])
+    params, batch, noise, state = draw(client)
+    loud = {name: torch.ones_like(value) if ".normal." in name else value for name, value in noise.items()}
+    sent, least = client.update(params, batch, loud, state)[0], 0.2 if clamp else float("inf")
+    added = tmap(lambda noisy, value: noisy - value.clamp(-least, least), sent, gradient(batch))
+    std = torch.cat([value.flatten() for value in added.values()])
     torch.testing.assert_close(std, (0.01 * filled / filled.mean()).sqrt(), rtol=0.05, atol=0)
     torch.testing.assert_close(std.square().mean(), torch.tensor(0.01).double())
     assert float(std.max() / std.min()) > 3

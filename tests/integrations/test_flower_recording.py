@@ -146,6 +146,6 @@ def test_recorded_update_of_a_plain_app_reveals_its_image(tmp_path, monkeypatch:
     )
     images = ["data.name=digits", "data.size=16", "model.name=lenet-zhu"]
     words = ["audit", "--observed", "seen", "--json", "--workers", "1", "--attack", "ig-scheliga(tv=0)"]
-    assert run([*words, "--iterations", "500", *(word for image in images for word in ("--set", image))]) == 0
+    assert run([*words, "--iterations", "250", *(word for image in images for word in ("--set", image))]) == 0
     (trial,) = json.loads(capsys.readouterr().out)["trials"]
     assert trial["ssim_mean"] > 0.8
