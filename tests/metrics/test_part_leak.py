@@ -41,3 +41,13 @@ def test_what_all_examples_of_a_class_share_is_none():
     shared = (LABELS[:CLIENTS, None, None] == LABELS).float() * 5
     found = part_leak(shared, torch.full((TEXTS,), 6), torch.arange(CLIENTS)[:, None], LABELS, drawn(0))
     assert (found.observed, found.expected, found.p) == (40, 40, 1)
+
+
+def test_a_clear_leak_of_wide_batches_stands_among_many_tests():
+    """A run of four attackers on several seeds makes some hundred tests, by which Holm multiplies the p-value."""
+    generator = drawn(0)
+    shared = torch.bernoulli(torch.full((2, 16, 80), 0.02), generator=generator)
+    places = torch.arange(32).view(2, 16)
+    for client, own in enumerate(places):
+        shared[client, torch.arange(16), own] = 1
+    assert part_leak(shared, torch.full((80,), 6), places, torch.arange(80) % 2, generator).p * 100 < 0.05

@@ -7,7 +7,10 @@ import torch
 from torch.func import functional_call, grad, vmap
 
 import gradveil
+from gradveil.client import Client
 from gradveil.core.errors import GradveilError
+from gradveil.core.types import Batch
+from gradveil.defences.feature_hiding import Soteria
 from gradveil.nn.models.own_text import reading_tokens
 from gradveil.nn.models.unlisted_text import UnlistedText
 from gradveil.nn.token_layout import next_token_loss
@@ -86,6 +89,21 @@ def test_gradients_of_single_texts_are_batched(name):
     batched, alone = vmap(grad(loss), in_dims=(None, 0))(params, rows), grad(loss)(params, rows[1])
     word = f"{model.layout.words}.weight"
     assert torch.allclose(batched[word][1], alone[word], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["XLM", "Longformer", "XLNet"])
+def test_soteria_differentiates_the_features_of_a_model_that_torch_cannot_batch(name):
+    own = made(name, "ForSequenceClassification")
+    client = Client(UnlistedText(own, 6))
+    context = client.pipeline.gradient.context(client.params(), Batch(IDS, torch.tensor([1])), {})
+    layer, relevance = Soteria().relevance(context)
+    taken: list[Any] = []
+    own.get_submodule(layer.removeprefix("inner.")).register_forward_pre_hook(lambda _, given: taken.append(given[0]))
+    own.get_input_embeddings().register_forward_hook(lambda _, __, words: taken.append(words))
+    own(input_ids=IDS)
+    words, features = taken[0], taken[-1][0]
+    slopes = [torch.autograd.grad(one, words, retain_graph=True)[0].norm() for one in features]
+    assert torch.allclose(relevance, torch.stack(slopes) / (features.abs() + 0.1), rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)

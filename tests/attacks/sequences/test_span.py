@@ -83,6 +83,18 @@ def test_batches_of_texts_that_share_their_words_come_back_in_order(examples, ro
     assert [remark.numbers for remark in result.remarks][1] == (examples,)
 
 
+def test_how_often_a_text_is_in_a_batch_is_not_proved():
+    """A scaled update, from which no text can be subtracted exactly: the spans show the texts, not their copies."""
+    ids = torch.tensor([[1, word, word, word, word, word, 2] for word in (3, 3, 4, 5, 5, 5)])
+    model = initialise(small_encoder(vocabulary=WORDS, length=7, width=64), torch.Generator().manual_seed(0))
+    client, observation = seen(model, ids, torch.zeros(6, dtype=torch.long))
+    for value in observation.update.values():
+        value *= 0.4
+    space = TextSpace((7,), SPACE.vocabulary, padding=0, start=1, end=2)
+    found = SpanAttack()([observation], client, Knowledge(space, 2), Key(0))
+    assert found.remarks[1].numbers[0] <= 3
+
+
 def test_attention_alone_orders_a_batch():
     ids = texts(3)
     client, observation = seen(encoder(), ids, torch.arange(3) % 2)

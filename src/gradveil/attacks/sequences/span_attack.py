@@ -200,7 +200,10 @@ class SpanSearch:
                 found = [replace(one, proved=False) for one in found]
             return self._with_last_words(found)
         first, found = self._solved(first)
-        return self._searched(first, found)
+        found = self._searched(first, found)
+        texts = [tuple(one.words.tolist()) for one in found]
+        # Spans show which sentences there are, and not how often: the copies of one are no proof.
+        return [replace(one, proved=one.proved and texts[i] not in texts[:i]) for i, one in enumerate(found)]
 
     def _solved(self, first: TokenSpan) -> tuple[TokenSpan, list[Sentence]]:
         """Solve for one sentence after the other, and subtract it; return the span of the others, too."""

@@ -46,7 +46,7 @@ class UnlistedText(TokenModel):
         if config.pad_token_id is None:
             config.pad_token_id = padding  # a classifier looks for the last token before it
         self._ends = config.eos_token_id if _reads_the_end(self.inner) else None
-        self._padding, self._adds, self._repeats = padding, False, False
+        self._padding, self._adds, self._repeats, self._head = padding, False, False, ""
         predicts_words = self.inner.get_output_embeddings() is not None  # type: ignore[operator]
         texts = _texts(config, padding, max(length, 3))
         self.inner.eval()
@@ -64,6 +64,7 @@ class UnlistedText(TokenModel):
         self._choose_by_trial(texts, expected, type(inner).__name__)
         layout = watched_layout(self.inner, self._by_mask, texts[:1], padding, config.model_type, _asked_for)
         self.layout = replace(layout, predicts_words=predicts_words, causal=predicts_words)
+        self._head = self.layout.head or ""
         self.inner.train(self.training)
         if self._repeats and self._draws(texts):
             what = (
@@ -81,13 +82,26 @@ class UnlistedText(TokenModel):
             return self._by_mask(ids)
         names, values = zip(*self.named_parameters(), strict=True)
         table: Any = self.inner.get_input_embeddings()  # type: ignore[operator]
+        read_one = self._features if self._head else self._by_mask
 
         def read(ids: Tensor, embedded: Tensor, *values: Tensor) -> Tensor:
             with _answering(table, ids, embedded):
-                return _called(self, self._by_mask, dict(zip(names, values, strict=True)), ids)
+                return _called(self, read_one, dict(zip(names, values, strict=True)), ids)
 
-        # Words are looked up outside, where attacks and defences add to what the table answers.
-        return repeated_call(read, ids, table(ids), *values)
+        # Words are looked up outside, where attacks and defences add to what the table answers. The last layer runs
+        # there, too: what a hook catches inside has no derivative, and Soteria differentiates what that layer takes.
+        found = repeated_call(read, ids, table(ids), *values)
+        return self.get_submodule(self._head)(found) if self._head else found
+
+    def _features(self, ids: Tensor) -> Tensor:
+        """Return what the last layer takes."""
+        taken: list[Tensor] = []
+        handle = self.get_submodule(self._head).register_forward_pre_hook(lambda _, given: taken.append(given[0]))
+        try:
+            self._by_mask(ids)
+        finally:
+            handle.remove()
+        return taken[-1]
 
     def _by_mask(self, ids: Tensor) -> Tensor:
         mask = (ids != self._padding).long()
