@@ -3,10 +3,16 @@
 import pytest
 import torch
 
-from gradveil.metrics.part_leak import part_leak
+from gradveil.metrics.part_leak import alike, part_leak
 
 TEXTS, CLIENTS = 40, 8
 LABELS = torch.arange(TEXTS) % 2
+
+
+def leak(shared: torch.Tensor, parts: int, places: torch.Tensor, labels: torch.Tensor, generator: torch.Generator):
+    """Test texts of one length."""
+    count = shared.shape[-1]
+    return part_leak(shared, torch.full_like(shared, 9), torch.full((count,), parts), places, labels, generator)
 
 
 def drawn(seed: int) -> torch.Generator:
@@ -20,7 +26,7 @@ def test_answers_that_ignore_the_examples_are_seldom_a_leak(batch):
         generator = drawn(seed)
         shared = torch.randint(0, 4, (CLIENTS, batch, TEXTS), generator=generator) + LABELS * 3  # the class is known
         places = torch.randperm(TEXTS, generator=generator)[: CLIENTS * batch].view(CLIENTS, batch)
-        found += part_leak(shared, torch.full((TEXTS,), 9), places, LABELS, generator).p <= 0.05
+        found += leak(shared, 9, places, LABELS, generator).p <= 0.05
     assert found <= 10
 
 
@@ -31,15 +37,27 @@ def test_one_part_of_each_example_is_a_leak_whatever_the_order_of_a_batch(batch)
     places = torch.arange(CLIENTS * batch).view(CLIENTS, batch)
     for client, own in enumerate(places):
         shared[client, torch.arange(batch), own.flip(0)] = 1
-    found = part_leak(shared, torch.full((TEXTS,), 6), places, LABELS, generator)
+    found = leak(shared, 6, places, LABELS, generator)
     assert (found.observed, found.parts) == (CLIENTS * batch, 6 * CLIENTS * batch)
     assert found.p < 0.01
     assert found.expected < found.observed / 1.5
 
 
+def test_answers_that_know_the_lengths_alone_are_seldom_a_leak():
+    found = 0
+    for seed in range(60):
+        generator = drawn(seed)
+        lengths = torch.randint(5, 26, (TEXTS,), generator=generator)
+        most = torch.minimum(lengths[:CLIENTS, None], lengths).float()  # answers as long as their own examples
+        shared = torch.binomial(most, torch.full_like(most, 0.5), generator=generator)[:, None]
+        places, groups = torch.arange(CLIENTS)[:, None], alike(LABELS, lengths)
+        found += part_leak(shared, most[:, None], lengths, places, groups, generator).p <= 0.05
+    assert found <= 8
+
+
 def test_what_all_examples_of_a_class_share_is_none():
     shared = (LABELS[:CLIENTS, None, None] == LABELS).float() * 5
-    found = part_leak(shared, torch.full((TEXTS,), 6), torch.arange(CLIENTS)[:, None], LABELS, drawn(0))
+    found = leak(shared, 6, torch.arange(CLIENTS)[:, None], LABELS, drawn(0))
     assert (found.observed, found.expected, found.p) == (40, 40, 1)
 
 
@@ -50,4 +68,4 @@ def test_a_clear_leak_of_wide_batches_stands_among_many_tests():
     places = torch.arange(32).view(2, 16)
     for client, own in enumerate(places):
         shared[client, torch.arange(16), own] = 1
-    assert part_leak(shared, torch.full((80,), 6), places, torch.arange(80) % 2, generator).p * 100 < 0.05
+    assert leak(shared, 6, places, torch.arange(80) % 2, generator).p * 100 < 0.05

@@ -32,7 +32,7 @@ from gradveil.metrics import (
     permute,
     scored,
 )
-from gradveil.metrics.part_leak import part_leak
+from gradveil.metrics.part_leak import alike, part_leak
 
 GALLERY = 2048
 """Private images of no target client that join the gallery, at most."""
@@ -369,7 +369,7 @@ def score(experiment: Experiment, trial: TrialAddress, found: Recovered, named: 
 
 
 def _parts(experiment: Experiment, candidates: Tensor, places: Tensor) -> list[dict[str, Any]]:
-    """Test the parts of the target examples that came back, tokens of texts, against others of their classes."""
+    """Test the parts of the target examples that came back, tokens of texts, against others of class and length."""
     key = Key(0, (Stream.CONTROL, Stream.ORDER))
     own, inside = places.flatten().unique(return_inverse=True)
     others = torch.ones(len(experiment.private), dtype=torch.bool).index_fill(0, own, False).nonzero().flatten()
@@ -378,9 +378,10 @@ def _parts(experiment: Experiment, candidates: Tensor, places: Tensor) -> list[d
     public = None if experiment.guessing is None else experiment.guessing.public.views
     tests = experiment.space.shared_parts(candidates.flatten(0, 1), chosen.views, public)
     found = list[dict[str, Any]]()
-    for name, (noun, counts, sizes) in tests.items():
-        shared = counts.view(*places.shape, -1)
-        test = part_leak(shared, sizes, inside.view(places.shape), chosen.targets, key.generator())
+    for name, (noun, counts, sizes, most, lengths) in tests.items():
+        shared, most = (each.view(*places.shape, -1) for each in (counts, most))
+        groups = alike(chosen.targets, lengths)
+        test = part_leak(shared, most, sizes, inside.view(places.shape), groups, key.generator())
         found.append({"criterion": name, "noun": noun, **test._asdict()})
     return found
 

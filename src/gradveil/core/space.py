@@ -77,6 +77,10 @@ class SharedParts(NamedTuple):
     """[A, N] those of truth n that candidate a holds."""
     sizes: Tensor
     """[N] those of truth n."""
+    most: Tensor
+    """[A, N] how many parts the lengths of candidate a and truth n allow them to share."""
+    lengths: Tensor
+    """[N] how long truth n is, which a candidate may know alone."""
 
 
 class Space(ABC):

@@ -15,6 +15,9 @@ _FEWEST = 999
 _FEW = 0.01
 """Share of orders up to which more are drawn: a correction for many tests needs smaller p-values."""
 
+_BAND = 5
+"""Examples of similar length that are exchanged for each other: fewer leave too few orders."""
+
 
 class PartLeak(NamedTuple):
     """How many parts of some examples came back."""
@@ -28,37 +31,58 @@ class PartLeak(NamedTuple):
     """The chance that answers which ignore the update share as much with their own examples."""
 
 
-def part_leak(shared: Tensor, sizes: Tensor, places: Tensor, labels: Tensor, generator: Generator) -> PartLeak:
-    """Test the parts that answers share with their own examples, by orders of the examples of each class.
+def part_leak(
+    shared: Tensor, most: Tensor, sizes: Tensor, places: Tensor, groups: Tensor, generator: Generator
+) -> PartLeak:
+    """Test the parts that answers share with their own examples, by orders of the examples of each group.
 
-    Answer b of client v shares `shared[v, b, n]` parts with example n, which has `sizes[n]` parts and the class
-    `labels[n]`. Its own examples are `places[v]`, in any order: the best one-to-one match of a batch counts. If an
-    answer depends on nothing but the classes, all orders of the examples of a class are equally likely to share as much
-    with the answers as the true one; the p-value counts those that do (a permutation test: R. A. Fisher, 1935).
+    Answer b of client v shares `shared[v, b, n]` parts with example n, of `most[v, b, n]` that their lengths allow;
+    the example has `sizes[n]` parts and the group `groups[n]`. Its own examples are `places[v]`, in any order: the best
+    one-to-one match of a batch counts. If an answer depends on nothing but the groups, all orders of the examples of a
+    group are equally likely to share as much with the answers as the true one; the p-value counts those that do (a
+    permutation test: R. A. Fisher, 1935). Compared are the shares of what is allowed, since long texts share more.
 
     >>> own = torch.tensor([[0], [1], [2], [3]])
-    >>> sizes, labels = torch.full((4,), 6), torch.zeros(4)
-    >>> found = part_leak(torch.eye(4)[:, None], sizes, own, labels, torch.Generator().manual_seed(0))
+    >>> sizes, groups, shared = torch.full((4,), 6), torch.zeros(4), torch.eye(4)[:, None]
+    >>> found = part_leak(shared, torch.ones(4, 1, 4), sizes, own, groups, torch.Generator().manual_seed(0))
     >>> found.observed, found.parts, round(found.expected), found.p < 0.05
     (4, 24, 1, True)
     """
-    observed = float(_matched(shared, places[None]))
-    first = max(_FEWEST, _DRAWS // places.shape[1])
-    totals = _matched(shared, _orders(first, labels, generator)[:, places])
-    if _reached(totals, observed) <= _FEW * first:
+    shares = shared / most.clamp(min=1)
+    observed = float(_matched(shares, places[None]))
+    first = _orders(max(_FEWEST, _DRAWS // places.shape[1]), groups, generator)[:, places]
+    totals = _matched(shares, first)
+    if _reached(totals, observed) <= _FEW * len(first):
         # A p-value above `_FEW` is that of the first orders, one below it is at most that: both keep the level.
         while len(totals) < _DRAWS:
-            orders = _orders(min(_FEWEST, _DRAWS - len(totals)), labels, generator)
-            totals = torch.cat([totals, _matched(shared, orders[:, places])])
+            orders = _orders(min(_FEWEST, _DRAWS - len(totals)), groups, generator)
+            totals = torch.cat([totals, _matched(shares, orders[:, places])])
     p = (_reached(totals, observed) + 1) / (len(totals) + 1)
-    return PartLeak(int(observed), int(sizes[places].sum()), float(totals.mean()), p)
+    expected = float(_matched(shared, first[:_FEWEST]).mean())
+    return PartLeak(int(_matched(shared, places[None])), int(sizes[places].sum()), expected, p)
 
 
-def _orders(draws: int, labels: Tensor, generator: Generator) -> Tensor:
-    """Draw orders [D, N] of the examples, each class by itself."""
-    orders = torch.arange(len(labels)).expand(draws, -1).clone()
+def alike(labels: Tensor, lengths: Tensor) -> Tensor:
+    """Return the groups [N] of examples that have one class and similar lengths, at least five of them if there are.
+
+    >>> alike(torch.tensor([0] * 11 + [1]), torch.arange(12)).bincount()
+    tensor([6, 5, 1])
+    """
+    groups, count = torch.empty_like(lengths), 0
     for label in labels.unique():
         members = (labels == label).nonzero().flatten()
+        ordered = members[lengths[members].argsort(stable=True)]
+        bands = max(1, len(ordered) // _BAND)
+        groups[ordered] = count + torch.arange(len(ordered)) * bands // len(ordered)
+        count += bands
+    return groups
+
+
+def _orders(draws: int, groups: Tensor, generator: Generator) -> Tensor:
+    """Draw orders [D, N] of the examples, each group by itself."""
+    orders = torch.arange(len(groups)).expand(draws, -1).clone()
+    for group in groups.unique():
+        members = (groups == group).nonzero().flatten()
         orders[:, members] = members[torch.rand(draws, len(members), generator=generator).argsort(1)]
     return orders
 

@@ -126,9 +126,11 @@ class TextSpace(Space):
         answers = [set(enumerate(text)) for text in those], [Counter(text) for text in those]
         in_place = torch.tensor([[len(one & other) for other in placed] for one in answers[0]])
         found = torch.tensor([[(one & other).total() for other in bags] for one in answers[1]])
+        own, lengths = (torch.tensor([len(text) for text in texts]) for texts in (those, these))
+        most = torch.minimum(own[:, None], lengths)
         return {
-            "in place": SharedParts(noun, in_place, torch.tensor([len(one) for one in placed])),
-            "found": SharedParts(noun, found, torch.tensor([bag.total() for bag in bags])),
+            "in place": SharedParts(noun, in_place, torch.tensor([len(one) for one in placed]), most, lengths),
+            "found": SharedParts(noun, found, torch.tensor([bag.total() for bag in bags]), most, lengths),
         }
 
     def _usual(self, public: Tensor | None, length: int) -> list[list[int]]:
