@@ -21,13 +21,13 @@ def drawn(seed: int) -> torch.Generator:
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_answers_that_ignore_the_examples_are_seldom_a_leak(batch):
-    runs, found = 100, 0
+    runs, found = 40, 0
     for seed in range(runs):
         generator = drawn(seed)
         shared = torch.randint(0, 4, (CLIENTS, batch, TEXTS), generator=generator) + LABELS * 3  # the class is known
         places = torch.randperm(TEXTS, generator=generator)[: CLIENTS * batch].view(CLIENTS, batch)
         found += leak(shared, 9, places, LABELS, generator).p <= 0.05
-    assert found <= 10
+    assert found <= 5
 
 
 @pytest.mark.parametrize("batch", [1, 4])
