@@ -188,18 +188,22 @@ def curves(rows: list[dict[str, Any]], file: Path) -> None:
     }
     figure, axes = pyplot.subplots(1, len(titles), figsize=(11, 3), sharey=True, layout="constrained")
     for axis, (kind, title) in zip(axes, titles.items(), strict=True):
-        chosen = [row for row in rows if "first_1" in row and row["defence"].startswith(f"{kind}=")]
-        chosen.sort(key=lambda row: float(row["defence"].partition("=")[2]))
-        amounts = [float(row["defence"].partition("=")[2]) for row in chosen]
-        for count, marker in ((100, "^"), (10, "s"), (1, "o")):
-            shares = [100 * row[f"first_{count}"] for row in chosen]
-            axis.plot(amounts, shares, marker=marker, label="first" if count == 1 else f"among the first {count}")
+        of_kind = [row for row in rows if "first_1" in row and row["defence"].startswith(f"{kind}=")]
+        for head, line in (("mean", "-"), ("pooler", ":")):
+            chosen = [row for row in of_kind if row.get("head", "pooler") == head]
+            chosen.sort(key=lambda row: float(row["defence"].partition("=")[2]))
+            amounts = [float(row["defence"].partition("=")[2]) for row in chosen]
+            for count, marker, colour in ((100, "^", "C0"), (10, "s", "C1"), (1, "o", "C2")):
+                shares = [100 * row[f"first_{count}"] for row in chosen]
+                name = "first" if count == 1 else f"among the first {count}"
+                axis.plot(amounts, shares, line, marker=marker, color=colour, label=f"{name}, {head}")
+        amounts = sorted({float(row["defence"].partition("=")[2]) for row in of_kind})
         axis.set(xscale="log", xlabel=title, ylim=(0, 103))
         axis.set_xticks(amounts, [f"{amount:g}" for amount in amounts])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("true words, %")
-    axes[0].legend(loc="lower left")
+    axes[0].legend(loc="lower left", fontsize=7)
     figure.savefig(file, metadata={"Date": None})
 
 
