@@ -4,8 +4,9 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.func import grad, vmap
+from torch.func import grad, jvp, vmap
 
+from gradveil.gradients.input_sensitivity import load_forward_mode
 from gradveil.nn.repeated_call import repeated_call
 
 INPUTS, WEIGHTS = torch.randn(5, 4, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
@@ -47,6 +48,23 @@ def test_derivatives_of_gradients_by_inputs_and_twice_by_weights():
         misfit = gradients(call, inputs, weights).pow(3).sum()
         by_inputs, by_weights = torch.autograd.grad(misfit, (inputs, weights), create_graph=True)
         found.append((by_inputs, by_weights, *torch.autograd.grad(by_weights.pow(2).sum(), weights)))
+    assert all(torch.allclose(one, other) for one, other in zip(*found, strict=True))
+
+
+def along(call, inputs: Tensor, weights: Tensor) -> Tensor:
+    """Return the derivative of each answer along an input of ones."""
+    return vmap(lambda x: jvp(lambda x: call(x, weights), (x,), (torch.ones_like(x),))[1])(inputs)
+
+
+def test_derivatives_along_tangents_and_of_gradients_along_them():
+    load_forward_mode()
+    found = []
+    for call in (repeated, batched):
+        weights = WEIGHTS.clone().requires_grad_()
+        answers = along(call, INPUTS, weights)
+        by_weights = torch.autograd.grad(answers.pow(2).sum(), weights)
+        of_gradients = jvp(partial(gradients, call, weights=WEIGHTS), (INPUTS,), (torch.ones_like(INPUTS),))
+        found.append((answers, *by_weights, *of_gradients))
     assert all(torch.allclose(one, other) for one, other in zip(*found, strict=True))
 
 

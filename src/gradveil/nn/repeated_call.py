@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ class _Repeated(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.function = inputs[0]
         ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> Any:  # type: ignore[override]
@@ -40,6 +41,13 @@ class _Repeated(Function):
         places = tuple(place for place, wanted in enumerate(needed) if wanted)
         found = iter(_Repeated.apply(_Derivative(ctx.function, places, len(inputs)), *inputs, *slopes))
         return None, *(next(found) if wanted else None for wanted in needed)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:  # type: ignore[override]
+        inputs, moved = ctx.saved_tensors, tangents[1:]
+        places = tuple(place for place, tangent in enumerate(moved) if tangent is not None)
+        along = _AlongTangents(ctx.function, places, len(inputs))
+        return _Repeated.apply(along, *inputs, *(tangent for tangent in moved if tangent is not None))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], function: Plain, *inputs: Tensor) -> tuple[Any, Any]:
@@ -63,21 +71,53 @@ class _Derivative:
     def __call__(self, *values: Tensor) -> tuple[Tensor, ...]:
         # Inputs that are tracked are those of a derivative of this one, which needs its graph.
         nested = any(value.requires_grad for value in values)
-        inputs, slopes = list(values[: self.count]), values[self.count :]
-        for place in self.places:
-            if not inputs[place].requires_grad:
-                inputs[place] = inputs[place].detach().requires_grad_()
         with torch.enable_grad():
-            answers = self.function(*inputs)
+            answers, chosen = _tracked(self.function, self.places, values[: self.count])
             answers = (answers,) if isinstance(answers, Tensor) else answers
-            pairs = [(answer, slope) for answer, slope in zip(answers, slopes, strict=True) if answer.requires_grad]
-            chosen = [inputs[place] for place in self.places]
-            if not pairs:
-                return tuple(map(torch.zeros_like, chosen))
-            return torch.autograd.grad(
-                [answer for answer, _ in pairs],
-                chosen,
-                [slope for _, slope in pairs],
-                create_graph=nested,
-                materialize_grads=True,
-            )
+            return _products(answers, chosen, values[self.count :], nested)
+
+
+@dataclass(frozen=True)
+class _AlongTangents:
+    """Returns the derivatives of a function along tangents of some of its inputs.
+
+    The products of slopes with derivatives are linear in the slopes; their own derivative by them is that.
+    """
+
+    function: Plain
+    places: tuple[int, ...]
+    count: int
+
+    def __call__(self, *values: Tensor) -> Tensor | tuple[Tensor, ...]:
+        nested = any(value.requires_grad for value in values)
+        with torch.enable_grad():
+            answers, chosen = _tracked(self.function, self.places, values[: self.count])
+            several = (answers,) if isinstance(answers, Tensor) else answers
+            slopes = [torch.zeros_like(answer).requires_grad_() for answer in several]
+            found = _products(_products(several, chosen, slopes, True), slopes, values[self.count :], nested)
+            return found[0] if isinstance(answers, Tensor) else found
+
+
+def _tracked(function: Plain, places: Sequence[int], values: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+    """Call a function with inputs that are tracked at some places; return its answers and these inputs."""
+    inputs = list(values)
+    for place in places:
+        if not inputs[place].requires_grad:
+            inputs[place] = inputs[place].detach().requires_grad_()
+    return function(*inputs), [inputs[place] for place in places]
+
+
+def _products(
+    answers: Sequence[Tensor], chosen: Sequence[Tensor], slopes: Sequence[Tensor], keeps_graph: bool
+) -> tuple[Tensor, ...]:
+    """Return the products of the answers' slopes with their derivatives by chosen inputs; zero if there is none."""
+    pairs = [(answer, slope) for answer, slope in zip(answers, slopes, strict=True) if answer.requires_grad]
+    if not pairs:
+        return tuple(map(torch.zeros_like, chosen))
+    return torch.autograd.grad(
+        [answer for answer, _ in pairs],
+        chosen,
+        [slope for _, slope in pairs],
+        create_graph=keeps_graph,
+        materialize_grads=True,
+    )
