@@ -174,7 +174,8 @@ def test_grid_without_pictures_is_rejected(tmp_path: Path) -> None:
 
 
 def test_figures_of_rows_speak_of_rows_and_have_no_pictures(tmp_path: Path) -> None:
-    rows = {"data": {"name": "census", "public": 200, "gallery": 60}, "model": {"name": "tabular-mlp"}, "client": [{"batch": 2}]}
+    data = {"name": "census", "public": 200, "gallery": 60}
+    rows = {"data": data, "model": {"name": "tabular-mlp"}, "client": [{"batch": 2}]}
     settings = {**rows, "target_clients": 1, "attacks": ["tableak(iterations=4, restarts=2)"], "defences": ["none"]}
     execute(RunConfig(name="rows", **settings), tmp_path / "run")
     assert "Mean cells right" in texts(draw_figure([tmp_path / "run"], kind="curve"))
