@@ -2,15 +2,14 @@
 
 import torch
 
-from gradveil.spaces.likeliest_text import likeliest_text
+from gradveil.spaces.likeliest_text import likeliest_texts
 from gradveil.spaces.text_space import TextSpace
 
 TEXTS = torch.tensor([[1, 5, 6, 2, 0], [1, 5, 6, 7, 2], [1, 5, 6, 7, 2], [1, 8, 2, 0, 0]])
 
 
 def test_the_likeliest_text_has_the_length_asked_for_and_ends():
-    for length in (3, 4, 5):
-        text = likeliest_text(TEXTS, length, padding=0, end=2)
+    for length, text in zip((5, 3, 4), likeliest_texts(TEXTS, (5, 3, 4), padding=0, end=2), strict=True):
         assert int((text != 0).sum()) == length
         assert int(text[length - 1]) == 2
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.space import ExampleWords, SharedParts, Space
 from gradveil.metrics.text_similarity import disclosed, rouge_l, rouge_n, rouge_n_pairs
-from gradveil.spaces.likeliest_text import likeliest_text
+from gradveil.spaces.likeliest_text import likeliest_texts
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class TextSpace(Space):
         The guesses are the most frequent token of each place, and the likeliest text of the same length.
         """
         those, these = [self.tokens(x) for x in self.view(candidates)], [self.tokens(x) for x in truths]
-        guesses = {len(text): self._usual(public, len(text)) for text in these}
+        guesses = self._usual(public, sorted({len(text) for text in these}))
         noun = "token" if public is None else "unguessed token"
         placed = [
             {spot for spot in enumerate(text) if not any(spot in enumerate(usual) for usual in guesses[len(text)])}
@@ -133,13 +133,14 @@ class TextSpace(Space):
             "found": SharedParts(noun, found, torch.tensor([bag.total() for bag in bags]), most, lengths),
         }
 
-    def _usual(self, public: Tensor | None, length: int) -> list[list[int]]:
-        """Return the tokens of the guesses at a text of so many tokens."""
+    def _usual(self, public: Tensor | None, lengths: Sequence[int]) -> dict[int, list[list[int]]]:
+        """Return the tokens of the guesses at texts of so many tokens."""
         if public is None or not len(public):
-            return []
+            return {length: [] for length in lengths}
         marks = sum(special is not None for special in (self.start, self.end))
-        likeliest = likeliest_text(public.long(), length + marks, self.padding, self.end)
-        return [self.tokens(self.average(public)), self.tokens(likeliest)]
+        likeliest = likeliest_texts(public.long(), [length + marks for length in lengths], self.padding, self.end)
+        frequent = self.tokens(self.average(public))
+        return {length: [frequent, self.tokens(text)] for length, text in zip(lengths, likeliest, strict=True)}
 
     def bounds(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the smallest and largest token number."""
@@ -214,15 +215,16 @@ class TextSpace(Space):
         pairs, which one half of the texts gives for the other half.
         """
         typical, found = views[self.central(views)[:2]], []
-        halves, continued = (views[1::2], views[::2]), dict[tuple[int, int], Tensor]()
+        lengths = (views[:tested] != self.padding).sum(1).tolist()
+        continued = dict[tuple[int, int], Tensor]()
+        for half, other in enumerate((views[1::2], views[::2]) if len(views) > 1 else (views,)):
+            wanted = sorted(set(lengths[half::2]))
+            likeliest = likeliest_texts(other.long(), wanted, self.padding, self.end)
+            continued |= {(half, length): text.to(views) for length, text in zip(wanted, likeliest, strict=True)}
         for i in range(tested):
             others = torch.cat([views[:i], views[i + 1 :]]) if len(views) > 1 else views
             best = typical[1] if len(typical) > 1 and torch.equal(typical[0], views[i]) else typical[0]
-            where = i % 2, int((views[i] != self.padding).sum())
-            if where not in continued:
-                other = halves[i % 2] if len(views) > 1 else views
-                continued[where] = likeliest_text(other.long(), where[1], self.padding, self.end).to(views)
-            found.append(torch.stack([self.average(others), best, continued[where]]))
+            found.append(torch.stack([self.average(others), best, continued[i % 2, lengths[i]]]))
         return torch.stack(found, 1)
 
     def central(self, views: Tensor) -> Tensor:
