@@ -138,3 +138,7 @@ def test_a_model_that_cannot_be_audited_is_refused_with_its_reason(name, kind, s
 def test_dropout_that_is_drawn_one_example_after_the_other_is_refused():
     with pytest.raises(GradveilError, match=r"draws dropout .* -> call model\.eval"):
         UnlistedText(made("XLM", "ForSequenceClassification").train(), 6)
+    model = UnlistedText(made("XLM", "ForSequenceClassification"), 6)
+    with pytest.raises(GradveilError, match="draws dropout"):
+        model.train()
+    assert not model.eval().training

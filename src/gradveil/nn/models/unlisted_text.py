@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -65,12 +65,17 @@ class UnlistedText(TokenModel):
         layout = watched_layout(self.inner, self._by_mask, texts[:1], padding, config.model_type, _asked_for)
         self.layout = replace(layout, predicts_words=predicts_words, causal=predicts_words)
         self._head = self.layout.head or ""
-        self.inner.train(self.training)
-        if self._repeats and self._draws(texts):
-            what = (
-                f"{type(inner).__name__} draws dropout, and runs one example after the other, where it is not replayed"
-            )
+        self._sample = texts
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch to training, or back; refuse dropout that would be drawn where nobody replays it."""
+        super().train(mode)
+        if mode and self._repeats and self._draws(self._sample):
+            name = type(self.inner).__name__
+            what = f"{name} draws dropout, and runs one example after the other, where it is not replayed"
             raise fail("model", what, "call model.eval(), or set the dropout of its configuration to 0")
+        return self
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return logits [B, K], or the mean next-token losses [B] of a language model."""
