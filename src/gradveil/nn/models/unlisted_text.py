@@ -162,6 +162,7 @@ class UnlistedText(TokenModel):
 
     def _draws(self, texts: Tensor) -> bool:
         """Return whether the model answers in another way when it is asked again."""
+        texts = texts.to(next(self.parameters()).device)
         with torch.random.fork_rng(), torch.no_grad():
             return not torch.equal(self._by_mask(texts), self._by_mask(texts))
 
