@@ -30,8 +30,8 @@ from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.protocol import Observation
 from gradveil.attacks.sequences.embedding_search import EmbeddingSearch
 from gradveil.attacks.sequences.span_attack import SpanAttack
-from gradveil.attacks.sequences.token_candidates import Candidates, rank_words, with_dropped
-from gradveil.attacks.sequences.token_span import token_span
+from gradveil.attacks.sequences.token_candidates import Candidates, beside_known, rank_words, with_dropped
+from gradveil.attacks.sequences.token_span import NoisySpan, token_span
 from gradveil.client import Client
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
@@ -120,15 +120,19 @@ def ranks(model: TokenModel, update: dict[str, Tensor], ids: Tensor) -> list[int
     span = token_span(gradients, int((ids != layout.padding).sum()))
     length = int((ids != layout.padding).any(0).sum())
     listed = rank_words(model, layout, params, span, length, len(layout.word_table(params)))
-    if span.exact:
-        parts = [(listed.words[:, part], listed.residuals[:, part]) for part in (slice(TRIED), slice(TRIED, None))]
-        first = with_dropped(model, layout, params, span, Candidates(*parts[0]))
-        listed = Candidates(torch.cat([first.words, parts[1][0]], 1), torch.cat([first.residuals, parts[1][1]], 1))
+    parts = [
+        Candidates(listed.words[:, part], listed.residuals[:, part]) for part in (slice(TRIED), slice(TRIED, None))
+    ]
+    if isinstance(span, NoisySpan):
+        first = beside_known(model, layout, params, span, parts[0], len(ids))
+    else:
+        first = with_dropped(model, layout, params, span, parts[0])
+    words = torch.cat([first.words, parts[1].words], 1)
     found = []
     for row in ids:
         for position, word in enumerate(row[:length]):
             if word != layout.padding:
-                found.append(int((listed.words[position] == word).nonzero()[0]))
+                found.append(int((words[position] == word).nonzero()[0]))
     return found
 
 

@@ -9,7 +9,8 @@ from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.protocol import Observation
 from gradveil.attacks.sequences.sentence_search import Sentence
 from gradveil.attacks.sequences.span_attack import SpanAttack, SpanSearch
-from gradveil.attacks.sequences.token_span import TokenSpan, token_span
+from gradveil.attacks.sequences.token_candidates import beside_known, rank_words
+from gradveil.attacks.sequences.token_span import NoisySpan, TokenSpan, token_span
 from gradveil.client import Client
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
@@ -233,3 +234,25 @@ def test_a_gradient_that_is_lost_in_noise_does_not_blur_a_clear_one() -> None:
     clear, weak = (one + torch.randn(384, 384, generator=generator) for one in (clear, weak))
     alone, both = (float((token_span(some, 1).basis[0] @ right).square()) for some in ([clear], [clear, weak]))
     assert both == pytest.approx(alone, abs=0.01)
+
+
+@pytest.mark.parametrize(("examples", "least"), [(1, 0.85), (2, 0.6)])
+def test_words_that_stand_out_in_noise_show_the_others(examples: int, least: float) -> None:
+    model, ids = small_encoder(vocabulary=WORDS, length=LENGTH, width=64), texts(examples)
+    client, observation = seen(
+        initialise(model, torch.Generator().manual_seed(0)),
+        ids,
+        torch.arange(examples) % 2,  # type: ignore[arg-type]
+    )
+    generator = torch.Generator().manual_seed(0)
+    gradients = [value[0] for value in model.layout.gradients(observation.update, 0)]
+    noisy = [g + g.norm() / g.numel() ** 0.5 * torch.randn(g.shape, generator=generator) for g in gradients]
+    span = token_span(noisy, int((ids != 0).sum()))
+    assert isinstance(span, NoisySpan)
+    listed = rank_words(model, model.layout, client.params(), span, LENGTH, WORDS)
+    shares = []
+    for ranked in (listed, beside_known(model, model.layout, client.params(), span, listed, examples)):
+        places = [ranked.words[place].tolist().index(word) for row in ids for place, word in enumerate(row) if word]
+        shares.append(sum(place < examples for place in places) / len(places))
+    assert shares[0] < least - 0.2
+    assert shares[1] >= least

@@ -23,9 +23,15 @@ from gradveil.attacks.sequences.guessed_tokens import with_guesses
 from gradveil.attacks.sequences.sentence_search import MEMBER as SECOND_MEMBER
 from gradveil.attacks.sequences.sentence_search import LogPrior, Sentence, SentenceSearch, distinct
 from gradveil.attacks.sequences.token_answers import attention_problems, padded, text_space, token_targets
-from gradveil.attacks.sequences.token_candidates import DROPPED_MEMBER, Candidates, rank_words, with_dropped
+from gradveil.attacks.sequences.token_candidates import (
+    DROPPED_MEMBER,
+    Candidates,
+    beside_known,
+    rank_words,
+    with_dropped,
+)
 from gradveil.attacks.sequences.token_companions import NEAR, TokenCompanions
-from gradveil.attacks.sequences.token_span import TOLERANCE, TokenSpan, is_pruned, token_span
+from gradveil.attacks.sequences.token_span import TOLERANCE, NoisySpan, TokenSpan, is_pruned, token_span
 from gradveil.attacks.sequences.word_prior import word_pairs
 from gradveil.attacks.sequences.word_rows import WordRows
 from gradveil.attacks.sequences.word_rows import word_rows as read_word_rows
@@ -61,8 +67,8 @@ _MOST = 1024
 """Members per position that are listed without a bag of words."""
 _RANKED = 16
 """Width of the beam under noise."""
-_DROPPED = 384
-"""Words per position that are tried as inputs of which dropout has zeroed a part."""
+_MANY_WORDS = 384
+"""Words per position that are ranked again: as inputs of which dropout has zeroed a part, or beside known words."""
 _PROPOSED = 64
 """Width of the beam that proposes sentences by the first layer and the prior alone."""
 _IMPROVED = 3
@@ -427,10 +433,13 @@ class SpanSearch:
         rows = self.word_rows(self.seen.examples)
         bag = None if rows is None else rows.bag
         dropped = span.exact and not self.layout.causal and 2 * span.rank <= span.basis.shape[1]
-        most = max(count, _DROPPED) if dropped else count
+        most = max(count, _MANY_WORDS) if dropped or isinstance(span, NoisySpan) else count
         listed = rank_words(self.model, self.layout, self.params, span, self.longest, most, bag)
         if dropped:
             listed = with_dropped(self.model, self.layout, self.params, span, self._with_marks(listed, span))
+        if isinstance(span, NoisySpan):
+            listed = self._with_marks(listed, span)
+            listed = beside_known(self.model, self.layout, self.params, span, listed, self.seen.examples)
         return self._with_marks(Candidates(listed.words[:, :count], listed.residuals[:, :count]), span)
 
     @property

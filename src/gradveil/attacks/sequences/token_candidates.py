@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.sequences.token_span import TokenSpan
+from gradveil.attacks.sequences.token_span import NoisySpan, TokenSpan
 from gradveil.core.tree import Tensors
 from gradveil.nn.normalisation import LayerNorm
 from gradveil.nn.token_layout import TokenLayout
@@ -27,6 +27,8 @@ _SOFTEST, _SOFT = 0.3, 1e-3
 _RIDGE = 1e-9
 _KEPT = 0.5
 """Least share of an input that dropout keeps."""
+_STANDS_OUT, _SURE = 0.2, 2.0
+"""How much larger than a word's squared residual the next word's is where it is taken for known, and is at once."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,54 @@ def _kept(basis: Tensor, inputs: Tensor) -> Tensor:
         # Kept where the member is nearer to x than to zero.
         masks = ((x - member).abs() < member.abs()).to(x.dtype)
     return masks
+
+
+@torch.no_grad()
+def beside_known(
+    model: nn.Module, layout: TokenLayout, params: Tensors, span: NoisySpan, listed: Candidates, examples: int
+) -> Candidates:
+    """Rank words again by what they leave beside those that stand out: these are taken out of the span, in turn.
+
+    What is known of a text narrows the noise around the rest: a direction that a known input explains is none of the
+    others', and only the part of a word that known inputs do not explain is held against the span. A word is ranked
+    beside the known ones of other positions.
+    """
+    # Without positions all have the same words, of all tokens of the texts.
+    places = range(len(listed.words) if layout.positions is not None else 1)
+    most = examples if layout.positions is not None else examples * len(listed.words)
+    inputs = torch.stack([layout.first_inputs(model, params, place, listed.words[place]) for place in places])
+    unusable = torch.isinf(listed.residuals[: len(places)])
+    known: list[tuple[int, int]] = []
+
+    def beside(others: list[tuple[int, int]], vectors: Tensor) -> Tensor:
+        return (span.without(torch.stack([inputs[one] for one in others])) if others else span).residuals(vectors)
+
+    while len(known) < span.inputs - 1:
+        squares = beside(known, inputs).square().masked_fill(unusable, torch.inf)
+        for place, word in known:
+            squares[place, word] = torch.inf
+        first, second = squares.topk(2, dim=1, largest=False).values.T
+        gains = (second / first.clamp_min(torch.finfo(first.dtype).tiny) - 1).nan_to_num(-1)
+        filled = [sum(one == place for one, _ in known) >= most for place in places]
+        gains[torch.tensor(filled)] = -1
+        best = float(gains.max())
+        if best < _STANDS_OUT:
+            break
+        sure = (gains >= min(best, _SURE)).nonzero().flatten().tolist()
+        known += [(place, int(squares[place].argmin())) for place in sure]
+    rows = []
+    for place in places:
+        same = [one for one in known if one[0] == place]
+        if most == 1:
+            rows.append(beside([one for one in known if one not in same], inputs[place]))
+            continue
+        row = beside(known, inputs[place])
+        for one in same:
+            row[one[1]] = beside([other for other in known if other != one], inputs[one])
+        rows.append(row)
+    residuals = torch.stack(rows).masked_fill(unusable, torch.inf).expand(len(listed.words), -1)
+    order = residuals.argsort(dim=1, stable=True)
+    return Candidates(listed.words.gather(1, order), residuals.gather(1, order))
 
 
 @torch.no_grad()

@@ -63,6 +63,50 @@ class TokenSpan:
         return (outside + (shares.square() * (1 - self.weights)).sum(-1)).sqrt()
 
 
+@dataclass(frozen=True)
+class NoisySpan(TokenSpan):
+    """The leading directions of a noisy gradient, from which inputs that are known can be taken out."""
+
+    products: Tensor
+    """Inner products [d, d] of the gradient's columns."""
+    rows: int
+    inputs: int
+    """Number of inputs that are assumed."""
+    known: Tensor
+    """Orthonormal directions [k, d] of the inputs that were taken out."""
+
+    def factors(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return those of the part of an input that is not known, relative to this part."""
+        ((matrix, _),) = super().factors()
+        rest = torch.eye(self.known.shape[1]) - self.known.T @ self.known
+        return [(rest @ matrix, rest if len(self.known) else None)]
+
+    def residuals(self, vectors: Tensor) -> Tensor:
+        """Return the residuals [...] of the parts of vectors [..., d] that are not known."""
+        return super().residuals(vectors - (vectors @ self.known.T) @ self.known)
+
+    def without(self, known: Tensor) -> NoisySpan:
+        """Return the span of the others when inputs [k, d] are known: noise hides fewer directions."""
+        return noisy_span(self.products, self.rows, self.inputs, self.basis.dtype, known.double())
+
+
+def noisy_span(products: Tensor, rows: int, inputs: int, dtype: torch.dtype, known: Tensor | None = None) -> NoisySpan:
+    """Return the span of inputs behind a noisy gradient [rows, d] with these products, some of which may be known."""
+    width = len(products)
+    known = products.new_zeros(0, width) if known is None else torch.linalg.qr(known.T)[0].T
+    rest = torch.eye(width, dtype=products.dtype) - known.T @ known
+    squares, directions = torch.linalg.eigh(rest @ products @ rest)
+    free = width - len(known)
+    left = max(1, min(inputs - len(known), rows, free))
+    sizes = squares.flip(0)[: min(rows, free)].clamp_min(0).sqrt()
+    weights = _explained(sizes, (rows, free), left)
+    basis = directions.T.flip(0)[:left]
+    return NoisySpan(
+        basis.to(dtype), weights.to(dtype), exact=False,
+        products=products, rows=rows, inputs=inputs, known=known.to(dtype),
+    )  # fmt: skip
+
+
 def token_span(
     gradients: Sequence[Tensor], tokens: int, dtype: torch.dtype = torch.float32, tolerance: float = TOLERANCE
 ) -> TokenSpan:
@@ -75,8 +119,8 @@ def token_span(
     stacked = torch.cat(scaled).nan_to_num(0, 0, 0)
     assumed = max(1, min(tokens, width - SPARE))
     if all(map(_are_signs, gradients)):
-        basis = _fitted(stacked.sign(), assumed)
-        return TokenSpan(basis.to(dtype), torch.ones(assumed, dtype=dtype), exact=False)
+        fitted = _fitted(stacked.sign(), assumed)
+        return noisy_span(fitted.T @ fitted, len(fitted), assumed, dtype)
     if is_pruned(gradients):
         stacked = _completed(stacked, assumed)
     _, sizes, directions = torch.linalg.svd(stacked, full_matrices=False)
@@ -87,9 +131,9 @@ def token_span(
     if not is_pruned(gradients) and min(noises) > 0:
         # The same noise in all of them: a gradient that is lost in noise must not count as much as a clear one.
         stacked = torch.cat([one / noise**0.5 for one, noise in zip(scaled, noises, strict=True)])
-        _, sizes, directions = torch.linalg.svd(stacked, full_matrices=False)
-    weights = _explained(sizes, stacked.shape, assumed)
-    return TokenSpan(directions[:assumed].to(dtype), weights.to(dtype), exact=False)
+    span = noisy_span(stacked.T @ stacked, len(stacked), assumed, dtype)
+    # With more inputs than directions, the rest is no noise, and no input stands out.
+    return span if tokens <= assumed else TokenSpan(span.basis, span.weights, exact=False)
 
 
 def _noise(sizes: Tensor, shape: Sequence[int], rank: int) -> float:
@@ -139,7 +183,7 @@ def _are_signs(gradient: Tensor) -> bool:
 
 @torch.enable_grad()
 def _fitted(signs: Tensor, rank: int) -> Tensor:
-    """Return the row space [rank, d] of a matrix of that rank with these signs, by logistic regression."""
+    """Return a matrix of a rank with these signs, by logistic regression."""
     left, sizes, right = torch.linalg.svd(signs.float(), full_matrices=False)
     scale = sizes[:rank].sqrt()
     sides = [left[:, :rank] * scale, right[:rank].T * scale]
@@ -151,4 +195,4 @@ def _fitted(signs: Tensor, rank: int) -> Tensor:
         optimiser.zero_grad()
         torch.nn.functional.softplus(-signs.float() * (sides[0] @ sides[1].T)).mean().backward()
         optimiser.step()
-    return torch.linalg.qr(sides[1].detach())[0].T
+    return (sides[0] @ sides[1].T).detach().double()
