@@ -29,12 +29,10 @@ audit: $(VENV)/.core ## attack bundled images (or RUN=...) and say where the rep
 test: $(VENV)/.dev ## run the tests and the examples in docstrings
 	$(PYTEST) -n $(JOBS) -m "not processes" $(ARGS)
 
+# Only files with such tests are read, unless ARGS names others. The tests of a file run one after the other.
 test-processes: $(VENV)/.dev browser ## run the tests that start other processes (a browser, kills)
-	@$(PYTEST) -m processes $(ARGS) tests || { \
-	  code=$$?; \
-	  if [ $$code -eq 5 ] && [ -z '$(ARGS)' ] && ! grep -rqs 'mark\.processes' tests --include='test_*.py'; then \
-	    echo "test-processes: 0 tests ran, none is marked 'processes'"; \
-	  else exit $$code; fi; }
+	@$(PYTEST) -n $(JOBS) --dist loadfile -m processes \
+	  -o testpaths="$$(grep -rl 'mark\.processes' tests --include='test_*.py' | sort | tr '\n' ' ')" $(ARGS)
 
 papers-quick: $(VENV)/.core ## run every table of the five papers at quick scale (up to an hour)
 	@$(QUIET) $(BIN)/python -m benchmarks.papers_quick $(ARGS)

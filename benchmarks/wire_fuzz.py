@@ -20,8 +20,9 @@ import time
 import tracemalloc
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from datetime import date
 from multiprocessing import get_context
 from pathlib import Path
@@ -220,32 +221,41 @@ def allowed(layout: Layout, data: bytes) -> int:
     return 2 * result + WORKING_BYTES * largest + 200 * len(data) + 1000 * len(layout) + OVERHEAD
 
 
+@contextmanager
+def traced_memory() -> Iterator[None]:
+    """Trace memory, and end it whatever happens: it makes Python code several times slower."""
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
+
+
 def fuzz(inputs: int, seed: int) -> tuple[Counter[str], float]:
     """Decode so many mutated inputs; return how they ended and the largest share of the allowed memory."""
     draw = np.random.default_rng(seed)
     known = seeds(torch.Generator().manual_seed(seed))
     ended: Counter[str] = Counter()
     worst = 0.0
-    tracemalloc.start()
-    for number in range(inputs):
-        chosen, other = (known[int(i)] for i in draw.integers(len(known), size=2))
-        data = mutate(chosen, other, draw)
-        layout = chosen.layout
-        if chosen.mask is None and draw.random() < 0.2:
-            data, layout = _expected(data, chosen, other), other.layout
-        nonfinite = "keep" if draw.random() < 0.5 else "refuse"
-        before = tracemalloc.get_traced_memory()[0]
-        tracemalloc.reset_peak()
-        try:
-            ended[judge(data, chosen, layout, nonfinite)] += 1
-        except Exception:
-            print(f"input {number}, {nonfinite}, {layout}:\n{data.hex()}", file=sys.stderr)
-            raise
-        share = (tracemalloc.get_traced_memory()[1] - before) / allowed(layout, data)
-        if share > worst:
-            worst = share
-            assert share <= 1, f"input {number} took {share:.2f} of the allowed memory: {data.hex()}"
-    tracemalloc.stop()
+    with traced_memory():
+        for number in range(inputs):
+            chosen, other = (known[int(i)] for i in draw.integers(len(known), size=2))
+            data = mutate(chosen, other, draw)
+            layout = chosen.layout
+            if chosen.mask is None and draw.random() < 0.2:
+                data, layout = _expected(data, chosen, other), other.layout
+            nonfinite = "keep" if draw.random() < 0.5 else "refuse"
+            before = tracemalloc.get_traced_memory()[0]
+            tracemalloc.reset_peak()
+            try:
+                ended[judge(data, chosen, layout, nonfinite)] += 1
+            except Exception:
+                print(f"input {number}, {nonfinite}, {layout}:\n{data.hex()}", file=sys.stderr)
+                raise
+            share = (tracemalloc.get_traced_memory()[1] - before) / allowed(layout, data)
+            if share > worst:
+                worst = share
+                assert share <= 1, f"input {number} took {share:.2f} of the allowed memory: {data.hex()}"
     return ended, worst
 
 

@@ -1,6 +1,8 @@
 """What every test shares: one thread, no network, no folder of data sets, the same Hypothesis examples every time."""
 
 import os
+import tracemalloc
+from collections.abc import Generator
 
 import pytest
 import torch
@@ -20,6 +22,18 @@ torch.set_num_threads(1)
 
 settings.register_profile("gradveil", deadline=None, derandomize=True)
 settings.load_profile("gradveil")
+
+
+TRACED = tracemalloc.is_tracing()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None]:
+    """Refuse a test that leaves memory traced: all tests after it would take several times as long."""
+    yield
+    if tracemalloc.is_tracing() and not TRACED:
+        tracemalloc.stop()
+        pytest.fail("the test left the tracing of memory on")
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """A device that is not the CPU, for machines that have none: its tensors say that they lie there, and the CPU computes.
 
 What mixes tensors of two devices, makes one on the wrong device, or reads one's memory fails as it would on a GPU. Run
-as a program it attacks the same target clients on the CPU and there, and prints what came out (JSON). In a process of
-its own: torch knows of the device from then on.
+as a program it attacks the same target clients of each run on the CPU and there, and prints what came out (JSON). In a
+process of its own: torch knows of the device from then on.
 
 Forward-mode derivatives do not work on such tensors: bounds are left out.
 """
@@ -139,16 +139,18 @@ def attacked(config: RunConfig) -> dict[str, Any]:
     return found
 
 
-def main(settings: str) -> None:
-    """Print what came back on either device."""
+def main(runs: str) -> None:
+    """Print what came back of each run on either device."""
     torch.set_num_threads(1)
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
     trial_module.leaked = lambda *_: ({}, "forward-mode derivatives do not work there")  # type: ignore[assignment]
-    config = resolve(json.loads(settings))
-    here = attacked(config)
-    with elsewhere():
-        there = attacked(config.model_copy(update={"device": NAME}))
-    print(json.dumps({"here": here, "there": there}))
+    found: dict[str, dict[str, Any]] = {}
+    for name, settings in json.loads(runs).items():
+        config = resolve(settings)
+        found[name] = {"here": attacked(config)}
+        with elsewhere():
+            found[name]["there"] = attacked(config.model_copy(update={"device": NAME}))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

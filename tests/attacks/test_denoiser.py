@@ -24,9 +24,10 @@ def images() -> torch.Tensor:
 
 
 def test_a_trained_denoiser_removes_noise(images: torch.Tensor) -> None:
-    net, level = train_denoiser(images[:300], Key(0), lessons=80), torch.full((64,), 0.2)
-    noisy = images[300:364] + 0.2 * torch.randn(64, *images.shape[1:], generator=Key(1).generator())
-    assert (net(noisy, level) - images[300:364]).square().mean() < 0.5 * 0.2**2
+    small = images[..., :16, :16]
+    net, level = train_denoiser(small[:300], Key(0), lessons=80), torch.full((64,), 0.2)
+    noisy = small[300:364] + 0.2 * torch.randn(64, *small.shape[1:], generator=Key(1).generator())
+    assert (net(noisy, level) - small[300:364]).square().mean() < 0.5 * 0.2**2
 
 
 def test_a_denoiser_is_trained_once_for_the_same_images(

@@ -12,12 +12,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 WORKER = b"gradveil.runs.worker"
+IMPORTED = ["gradveil.cli.app", "gradveil.cli.audit_steps", "torch._dynamo", "sklearn.datasets", "skimage.util"]
+"""What commands import, some of it late: `_dynamo` at torch's first batched derivative, the last two for data sets."""
 
 
 def begin(folder: Path, arguments: Sequence[str]) -> BaseProcess:
     """Start `gradveil ARGUMENTS` in this folder, as a copy of a process that has imported everything before."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gradveil.cli.app", "gradveil.cli.audit_steps"])
+    context.set_forkserver_preload(IMPORTED)
     process = context.Process(target=_command, args=(str(folder), list(arguments)))
     process.start()
     return process

@@ -30,21 +30,28 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """What came back of each run on either device, from one process: it takes long to start."""
+    same = {"name": "r", "data": DATA, "model": {"name": "lenet-zhu"}, "client": {"batch": 2}, "target_clients": 2}
+    runs = {name: same | {"iterations": 3} | settings for name, settings in RUNS.items()}
+    words = [sys.executable, "-m", "tests.fake_device", json.dumps(runs)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 @pytest.mark.processes
 @pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"), reason="needs torch 2.10 or later"
 )
 @pytest.mark.parametrize("name", RUNS)
-def test_an_audit_finds_the_same_on_another_device(name: str) -> None:
-    settings = {"name": "r", "data": DATA, "model": {"name": "lenet-zhu"}, "client": {"batch": 2}, "target_clients": 2}
-    settings |= {"iterations": 3} | RUNS[name]
-    words = [sys.executable, "-m", "tests.fake_device", json.dumps(settings)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["here"].keys() == found["there"].keys()
-    for trial, images in found["here"].items():
+def test_an_audit_finds_the_same_on_another_device(name: str, found: dict[str, Any]) -> None:
+    here, there = found[name]["here"], found[name]["there"]
+    assert here
+    assert here.keys() == there.keys()
+    for trial, images in here.items():
         assert not isinstance(images, str), f"{trial}: {images}"
-        assert not isinstance(found["there"][trial], str), f"{trial}, elsewhere: {found['there'][trial]}"
+        assert not isinstance(there[trial], str), f"{trial}, elsewhere: {there[trial]}"
         # Planted units are read as quotients of small differences, whose rounding differs between processors.
-        torch.testing.assert_close(torch.tensor(found["there"][trial]), torch.tensor(images), rtol=0, atol=1e-3)
+        torch.testing.assert_close(torch.tensor(there[trial]), torch.tensor(images), rtol=0, atol=1e-3)

@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gradveil.audit.run_directory import load_run
+from gradveil.cli.app import run
+from tests.audit.forked_commands import begin
 from tests.audit.test_store import assert_same
 
 pytestmark = pytest.mark.processes
@@ -28,21 +31,12 @@ model = { name = "lenet-zhu" }
 
 def command(folder: Path, out: str, *more: str) -> list[str]:
     (folder / "small.toml").write_text(RUN)
-    head = [sys.executable, "-m", "gradveil", "audit", str(folder / "small.toml")]
-    return [*head, "--out", str(folder / out), *more]
+    return ["audit", str(folder / "small.toml"), "--out", str(folder / out), *more]
 
 
-def start(folder: Path, out: str, *more: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command(folder, out, *more), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
-def run(folder: Path, out: str, *more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(folder, out, *more), capture_output=True, text=True, timeout=300, check=False)
-
-
-def wait_for(folder: Path, pattern: str, process: subprocess.Popen[bytes], seconds: float = 120) -> None:
+def wait_for(folder: Path, pattern: str, alive: Callable[[], bool], seconds: float = 120) -> None:
     end = time.monotonic() + seconds
-    while not list(folder.glob(pattern)) and process.poll() is None and time.monotonic() < end:
+    while not list(folder.glob(pattern)) and alive() and time.monotonic() < end:
         time.sleep(0.01)
 
 
@@ -50,8 +44,7 @@ def wait_for(folder: Path, pattern: str, process: subprocess.Popen[bytes], secon
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that nothing disturbed, in one process."""
     folder = tmp_path_factory.mktemp("whole")
-    done = run(folder, "whole", "--workers", "1")
-    assert done.returncode == 0, done.stderr
+    assert run(command(folder, "whole", "--workers", "1")) == 0
     return folder / "whole"
 
 
@@ -65,22 +58,22 @@ def test_kills_lose_nothing_but_the_trials_in_flight(
 ) -> None:
     finished: list[str] = []
     for pattern, delay in kills:
-        process = start(tmp_path, "killed", "--workers", workers)
+        process = begin(tmp_path, command(tmp_path, "killed", "--workers", workers))
         before = len(finished)
-        wait_for(tmp_path / "killed", pattern, process)
+        wait_for(tmp_path / "killed", pattern, process.is_alive)
         end = time.monotonic() + 120
-        while "trials" in pattern and process.poll() is None and time.monotonic() < end:
+        while "trials" in pattern and process.is_alive() and time.monotonic() < end:
             if len(trials_in(tmp_path / "killed")) > before:
                 break
             time.sleep(0.01)
         time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, "it was over before it was killed"
         now = trials_in(tmp_path / "killed")
         assert set(finished) <= set(now), "a finished trial was lost"
         finished = now
-    done = run(tmp_path, "killed", "--workers", workers)
-    assert done.returncode == 0, done.stderr
+    assert run(command(tmp_path, "killed", "--workers", workers)) == 0
     assert len(trials_in(tmp_path / "killed")) == 4
     assert not list((tmp_path / "killed").rglob("*.tmp-*"))
     assert_same(tmp_path / "killed", undisturbed)
@@ -91,17 +84,17 @@ def trials_in(folder: Path) -> list[str]:
 
 
 def test_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
-    # Long enough that trials are left when the first one is there, also where this test is kept waiting.
-    long = ("--attack", "ig(iterations=1000, report=10)")
+    # The first trials are short, and all others so long that they are left, also where this test is kept waiting.
+    words = command(tmp_path, "out", "--attack", "ig(iterations=5)", "--attack", "ig(iterations=400, report=10)")
     process = subprocess.Popen(
-        command(tmp_path, "out", *long),
+        [sys.executable, "-m", "gradveil", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         # What a shell starts in the background ignores interrupts, and its children with it.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    wait_for(tmp_path / "out", "trials/*/trial.json", process)  # pyright: ignore[reportArgumentType]
+    wait_for(tmp_path / "out", "trials/*/trial.json", lambda: process.poll() is None)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 130
@@ -109,11 +102,13 @@ def test_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
     assert said.count(str(tmp_path / "small.toml")) == 1
     assert "Traceback" not in said
     assert load_run(tmp_path / "out").trials
-    assert run(tmp_path, "out", *long).returncode == 0
-    assert len(load_run(tmp_path / "out").trials) == 4
+    assert run([*words, "--workers", "1"]) == 0
+    assert len(load_run(tmp_path / "out").trials) == 8
 
 
-def test_a_worker_that_dies_fails_its_trial_only(tmp_path: Path) -> None:
+def test_a_worker_that_dies_fails_its_trial_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The model ends its process, as the kernel does when memory runs out, whenever its update is made in a worker."""
     source = """
 import os
@@ -126,7 +121,7 @@ class Dies(torch.nn.Module):
         self.inner = inner
 
     def forward(self, x):
-        if x.requires_grad and os.environ.get("OMP_NUM_THREADS") == "1" and os.environ.get("DIES"):
+        if x.requires_grad and os.environ.get("DIES_OUTSIDE") not in (None, str(os.getpid())):
             os._exit(9)
         return self.inner(x)
 
@@ -134,15 +129,15 @@ def net(channels, size, classes, generator):
     return Dies(build("lenet-zhu", channels=channels, size=size, classes=classes, generator=generator))
 """
     (tmp_path / "deadly.py").write_text(source)
-    words = command(tmp_path, "out", "--workers", "2", "--defence", "none", "--set", "model.name=deadly:net")
-    environment = {**os.environ, "DIES": "1", "PYTHONPATH": str(tmp_path)}
-    environment.pop("OMP_NUM_THREADS", None)
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False, env=environment)
-    assert done.returncode == 1, done.stderr
+    alone = ("--target-clients", "1", "--defence", "none")
+    words = command(tmp_path, "out", "--workers", "2", *alone, "--set", "model.name=deadly:net")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("DIES_OUTSIDE", str(os.getpid()))
+    assert run(words) == 1, capsys.readouterr().err
     (trial,) = load_run(tmp_path / "out").trials
     assert trial.failed is not None
     assert "ended with code 9" in trial.failed
-    environment.pop("DIES")
-    again = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False, env=environment)
-    assert again.returncode == 0, again.stderr
+    monkeypatch.delenv("DIES_OUTSIDE")
+    assert run(words) == 0, capsys.readouterr().err
     assert load_run(tmp_path / "out").trials[0].failed is None

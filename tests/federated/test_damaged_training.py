@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.wire_fuzz import fuzz, sealed
+from benchmarks.wire_fuzz import fuzz, sealed, traced_memory
 
 from gradveil.wire import header
 from gradveil.wire.codec import WORKING_BYTES, Layout, WireError, decode, digest, encode, inspect
@@ -172,11 +172,10 @@ def test_decode_memory_is_bounded_for_the_most_wasteful_code(low: int) -> None:
     for mask in (None, {"w": torch.ones(entries, dtype=torch.bool)}):
         message, layout = one(entry, (entries,), torch.float64, mask)
         data = sealed(message + content)
-        tracemalloc.start()
-        before = tracemalloc.get_traced_memory()[0]
-        arrived = decode(data, layout, mask=mask)
-        peak = tracemalloc.get_traced_memory()[1] - before
-        tracemalloc.stop()
+        with traced_memory():
+            before = tracemalloc.get_traced_memory()[0]
+            arrived = decode(data, layout, mask=mask)
+            peak = tracemalloc.get_traced_memory()[1] - before
         assert bool((arrived["w"] == 1).all())
         assert 8 * entries < peak < (8 + WORKING_BYTES) * entries
 
@@ -186,11 +185,10 @@ def test_inspect_many_tensors_takes_little_memory() -> None:
     layout = Layout({f"{i:x}": Described((), torch.float32) for i in range(1 << 13)})
     entries = [header.TensorEntry((name,), torch.float32, 1, 1, None, 0) for name in sorted(layout)]
     data = sealed(header.write(layout, entries, b"", False) + bytes(4 * len(layout)))
-    tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    inspect(data, layout)
-    peak = tracemalloc.get_traced_memory()[1] - before
-    tracemalloc.stop()
+    with traced_memory():
+        before = tracemalloc.get_traced_memory()[0]
+        inspect(data, layout)
+        peak = tracemalloc.get_traced_memory()[1] - before
     assert peak < 1000 * len(layout)
 
 

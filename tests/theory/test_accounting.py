@@ -110,3 +110,14 @@ def test_assumptions_describe_the_sampling():
     said = assumptions(replace(STANDARD, sampling="shuffled"), "client")
     assert "at most 10 of 1,000 sums" in said
     assert "one client replaced" in said
+
+
+@pytest.mark.parametrize(("sigma", "steps", "rate"), [(16.0, 40, 0.5), (2.0, 2, 1 - 1e-9), (3.0, 4, 1.0)])
+def test_the_package_builds_the_same_losses_one_place_at_a_time(sigma: float, steps: int, rate: float):
+    dp_accounting = pytest.importorskip("dp_accounting")
+    event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
+    accountant = pytest.importorskip("dp_accounting.pld").PLDAccountant()
+    accountant.compose(event, steps)
+    for delta in (1e-2, 1e-5, 1e-8):
+        found = epsilon(sigma, Participation(steps, rate, delta))
+        assert found == pytest.approx(accountant.get_epsilon(delta), rel=1e-6)

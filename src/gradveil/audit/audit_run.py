@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean
@@ -381,9 +383,10 @@ def _cpu() -> str:
     return named[0] if named else platform.processor() or platform.machine()
 
 
-def _versions() -> Iterator[tuple[str, str]]:
+@cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    found = list[tuple[str, str]]()
     for package in _PACKAGES:
-        try:
-            yield package, version(package)
-        except PackageNotFoundError:
-            continue
+        with suppress(PackageNotFoundError):
+            found.append((package, version(package)))
+    return tuple(found)

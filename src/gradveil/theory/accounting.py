@@ -19,6 +19,7 @@ from typing import Annotated, ClassVar, Literal
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.extras import needs
 from gradveil.core.settings import Checked, Count, Kept, Range, collect
+from gradveil.theory.loss_distribution import Sums, composed_loss
 
 Accountant = Literal["pld", "rdp"]
 """Composition of privacy losses: by their distribution, or by Rényi divergences."""
@@ -166,22 +167,28 @@ def assumptions(training: Participation, unit: Unit = "example") -> str:
 
 @cache
 def _epsilon(parts: tuple[tuple[float, Participation], ...], accountant: Accountant) -> float:
+    releases, delta = tuple(_releases(parts)), parts[0][1].delta
     with needs("dp", "epsilon"):  # imported here, because it takes a second to load
+        if accountant == "pld":
+            return float(composed_loss(releases).get_epsilon_for_delta(delta))
         import dp_accounting  # pyright: ignore[reportMissingImports]
-        from dp_accounting import pld, rdp  # pyright: ignore[reportMissingImports]
+        from dp_accounting import rdp  # pyright: ignore[reportMissingImports]
 
-    total = (rdp.RdpAccountant if accountant == "rdp" else pld.PLDAccountant)()
+    total = rdp.RdpAccountant()
     with _quiet():
-        for noise, training in parts:
-            if training.sampling == "shuffled":
-                # Replacing a unit moves the sum by up to 2 C: relative to that the noise is half.
-                count, event = training.epochs, dp_accounting.GaussianDpEvent(noise / 2)
-            else:
-                count, event = training.steps, dp_accounting.GaussianDpEvent(noise)
-                if training.rate < 1:
-                    event = dp_accounting.PoissonSampledDpEvent(training.rate, event)
-            total.compose(event, count)
-        return float(total.get_epsilon(parts[0][1].delta))
+        for noise, rate, count in releases:
+            event = dp_accounting.GaussianDpEvent(noise)
+            total.compose(event if rate == 1 else dp_accounting.PoissonSampledDpEvent(rate, event), count)
+        return float(total.get_epsilon(delta))
+
+
+def _releases(parts: Iterable[tuple[float, Participation]]) -> Iterator[Sums]:
+    for noise, training in parts:
+        if training.sampling == "shuffled":
+            # Replacing a unit moves the sum by up to 2 C: relative to that the noise is half.
+            yield noise / 2, 1.0, training.epochs
+        else:
+            yield noise, training.rate, training.steps
 
 
 @contextmanager

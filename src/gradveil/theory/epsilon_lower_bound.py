@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
-from scipy.special import betaincinv  # pyright: ignore[reportMissingTypeStubs]
-from scipy.stats import binom  # pyright: ignore[reportMissingTypeStubs]
+from scipy.special import bdtrc, betaincinv  # pyright: ignore[reportMissingTypeStubs]
 
 from gradveil.core.errors import Problem, refuse
 
@@ -111,12 +110,12 @@ def from_guesses(canaries: int, guesses: int, right: int, delta: float = 0.0, co
 
 def _one_run(loss: float, canaries: int, guesses: int, right: int, delta: float) -> float:
     q = 1 / (1 + math.exp(-loss))
-    # `sf(k)` is P[X > k], so P[X >= right] takes right - 1.
-    beta = float(binom.sf(right - 1, guesses, q))
+    # `bdtrc(k, n, q)` is P[X > k], so P[X >= right] takes right - 1.
+    beta = float(bdtrc(right - 1, guesses, q))
     if not delta or not right:
         return beta
     steps = np.arange(1, right + 1)
-    alpha = float(((binom.sf(right - steps - 1, guesses, q) - beta) / steps).max())
+    alpha = float(((bdtrc(right - steps - 1, guesses, q) - beta) / steps).max())
     return min(1.0, beta + 2 * canaries * delta * alpha)
 
 

@@ -9,14 +9,14 @@ the update with probability at most kappa, is right with it at most with probabi
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
-from functools import cache
 from statistics import NormalDist
-from typing import Any
 
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.extras import needs
 from gradveil.theory.accounting import HOPELESS, Participation, epsilon
+from gradveil.theory.loss_distribution import composed_loss
 
 GUESSES = (1e-1, 1e-3, 1e-6)
 """Values of kappa to quote where the probability of a right guess is unknown."""
@@ -134,8 +134,24 @@ def recovery_bound(guess: float, parts: Sequence[tuple[float, Participation]]) -
         return sampled_gaussian(guess, mu, parts[0][1].rate)
     if any(epsilon(noise, _coarse(training)) > HOPELESS for noise, training in parts):
         return min(whole, renyi(guess, parts))
-    least = min(delta + math.exp(loss) * guess for loss, delta in _profile(tuple(parts)) if loss < 700)
-    return max(guess, min(1.0, whole, least))
+    return max(guess, min(1.0, whole, _least(guess, parts)))
+
+
+def _least(guess: float, parts: Sequence[tuple[float, Participation]]) -> float:
+    """Compute the minimum of delta(eps) + e^eps kappa over the grid of privacy losses.
+
+    Both terms are convex in e^eps, so that the minimum is where the sum stops falling.
+    """
+    releases = tuple((noise, 1.0 if _always(one) else one.rate, _times(one)) for noise, one in parts)
+    with needs("dp", "the bound of recovery"):
+        spent = composed_loss(releases)
+    low, high, count = _LOSSES
+
+    def bound(place: int) -> float:
+        loss = low + (high - low) * place / (count - 1)
+        return float(spent.get_delta_for_epsilon(loss)) + math.exp(loss) * guess
+
+    return bound(bisect_left(range(count - 1), True, key=lambda place: bound(place + 1) >= bound(place)))
 
 
 def total_shift(parts: Sequence[tuple[float, Participation]]) -> float:
@@ -178,19 +194,3 @@ def _times(training: Participation) -> int:
 
 def _coarse(training: Participation) -> Participation:
     return Participation(training.steps, training.rate, training.delta, training.sampling, "rdp", training.at_most)
-
-
-@cache
-def _profile(parts: tuple[tuple[float, Participation], ...]) -> list[tuple[float, float]]:
-    """Compute pairs (eps, delta(eps)) of the composed privacy loss."""
-    with needs("dp", "the bound of recovery"):
-        from dp_accounting.pld import privacy_loss_distribution as pld  # pyright: ignore[reportMissingImports]
-
-    total: Any = None
-    for noise, training in parts:
-        rate = 1.0 if training.sampling == "shuffled" else training.rate
-        one = pld.from_gaussian_mechanism(noise, sampling_prob=rate).self_compose(_times(training))
-        total = one if total is None else total.compose(one)
-    low, high, count = _LOSSES
-    losses = [low + (high - low) * place / (count - 1) for place in range(int(count))]
-    return list(zip(losses, map(float, total.get_delta_for_epsilon(losses)), strict=True))

@@ -86,11 +86,13 @@ def independent(white: Tensor, starts: Tensor) -> Tensor:
     turned, live = orthogonal(starts.float()), torch.ones(len(white), dtype=torch.bool, device=white.device)
     for _ in range(_STEPS):
         rows = live.nonzero().squeeze(1)
-        part, old = white[rows], turned[rows]
+        part, old = (white, turned) if len(rows) == len(white) else (white[rows], turned[rows])
         u = old @ part
-        bell = torch.exp(-u.square() / 2)
-        slope = ((1 - u.square()) * bell).mean(-1, keepdim=True)
-        new = orthogonal((u * bell) @ part.mT / part.shape[-1] - slope * old)
+        # In place, as new memory for each of these takes longer than the arithmetic.
+        square = u.square()
+        bell = (square / -2).exp_()
+        slope = square.neg_().add_(1).mul_(bell).mean(-1, keepdim=True)
+        new = orthogonal(u.mul_(bell) @ part.mT / part.shape[-1] - slope * old)
         turned = turned.index_copy(0, rows, new)
         # A direction may change its sign from step to step: only the absolute cosine counts.
         moved = 1 - (new * old).sum(-1).abs().amin(-1)
