@@ -256,3 +256,17 @@ def test_words_that_stand_out_in_noise_show_the_others(examples: int, least: flo
         shares.append(sum(place < examples for place in places) / len(places))
     assert shares[0] < least - 0.2
     assert shares[1] >= least
+
+
+def test_the_true_sentence_is_the_likeliest_and_is_found() -> None:
+    for seed in range(3):
+        ids = texts(1, seed)
+        client, observation = seen(encoder(), ids, torch.zeros(1, dtype=torch.long))
+        generator = torch.Generator().manual_seed(seed)
+        update = {
+            name: value + value.norm() / value.numel() ** 0.5 * torch.randn(value.shape, generator=generator)
+            for name, value in observation.update.items()
+        }
+        noisy = Observation(observation.params, update, 1, (0,))
+        found = SpanAttack(ranked=True, rows=False)([noisy], client, Knowledge(SPACE, 2), Key(0))
+        assert torch.equal(found.inputs[0], ids)

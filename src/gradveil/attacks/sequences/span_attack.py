@@ -1,9 +1,9 @@
 """Recovery of texts from the gradients of attention: exact where rows span a subspace, ranked where noise fills it.
 
 Petrov, Dimitrov, Baader, Müller, Vechev 2024, "DAGER: Exact Gradient Inversion for Large Language Models" (NeurIPS),
-for membership in the spans of the first two layers. Ranking by weighted directions, the completion of pruned gradients,
-the order of words by embedding rows, equations for a token's companions, and the subtraction of recovered sentences
-from a batch's gradient are our own.
+for membership in the spans of the first two layers. Ranking by weighted directions and beside known words, the
+likeliest sentence behind noise, the completion of pruned gradients, the order of words by embedding rows, equations for
+a token's companions, and the subtraction of recovered sentences from a batch's gradient are our own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from gradveil.attacks.knowledge import How, Knowledge, Known
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, Remark, in_closed_form
 from gradveil.attacks.sequences.adapter_span import adapter_span
 from gradveil.attacks.sequences.guessed_tokens import with_guesses
+from gradveil.attacks.sequences.sentence_evidence import SentenceEvidence
 from gradveil.attacks.sequences.sentence_search import MEMBER as SECOND_MEMBER
 from gradveil.attacks.sequences.sentence_search import LogPrior, Sentence, SentenceSearch, distinct
 from gradveil.attacks.sequences.token_answers import attention_problems, padded, text_space, token_targets
@@ -408,6 +409,12 @@ class SpanSearch:
     def ranked(self, span: TokenSpan) -> list[Sentence]:
         """Return the best distinct sentences among the best ranked words of each position."""
         examples, length = self.seen.examples, self.longest
+        if examples == 1 and self.layout.positions is not None and isinstance(span, NoisySpan) and span.noise:
+            listed = self.likely(span, _MANY_WORDS)
+            evidence = SentenceEvidence(
+                self.model, self.layout, self.params, span, listed, self.space.start, self.space.end, self.prior
+            )
+            return [self._searching(listed, 1, _RANKED, self.prior).measured(evidence.likeliest())]
         listed = self.likely(span, self.attack.shortlist)
         search = self._searching(listed, examples, _RANKED, self.prior)
         if self.layout.causal:

@@ -72,6 +72,8 @@ class NoisySpan(TokenSpan):
     rows: int
     inputs: int
     """Number of inputs that are assumed."""
+    noise: float
+    """Variance of the noise of an entry; 0 if it is not known, as it is where a gradient was completed or fitted."""
     known: Tensor
     """Orthonormal directions [k, d] of the inputs that were taken out."""
 
@@ -90,8 +92,10 @@ class NoisySpan(TokenSpan):
         return noisy_span(self.products, self.rows, self.inputs, self.basis.dtype, known.double())
 
 
-def noisy_span(products: Tensor, rows: int, inputs: int, dtype: torch.dtype, known: Tensor | None = None) -> NoisySpan:
-    """Return the span of inputs behind a noisy gradient [rows, d] with these products, some of which may be known."""
+def noisy_span(
+    products: Tensor, rows: int, inputs: int, dtype: torch.dtype, known: Tensor | None = None, noisy: bool = False
+) -> NoisySpan:
+    """Return the span of inputs behind a gradient [rows, d] with these products, some of which may be known."""
     width = len(products)
     known = products.new_zeros(0, width) if known is None else torch.linalg.qr(known.T)[0].T
     rest = torch.eye(width, dtype=products.dtype) - known.T @ known
@@ -101,9 +105,10 @@ def noisy_span(products: Tensor, rows: int, inputs: int, dtype: torch.dtype, kno
     sizes = squares.flip(0)[: min(rows, free)].clamp_min(0).sqrt()
     weights = _explained(sizes, (rows, free), left)
     basis = directions.T.flip(0)[:left]
+    noise = _noise(sizes, (rows, free), left) if noisy else 0.0
     return NoisySpan(
         basis.to(dtype), weights.to(dtype), exact=False,
-        products=products, rows=rows, inputs=inputs, known=known.to(dtype),
+        products=products, rows=rows, inputs=inputs, noise=noise, known=known.to(dtype),
     )  # fmt: skip
 
 
@@ -131,7 +136,7 @@ def token_span(
     if not is_pruned(gradients) and min(noises) > 0:
         # The same noise in all of them: a gradient that is lost in noise must not count as much as a clear one.
         stacked = torch.cat([one / noise**0.5 for one, noise in zip(scaled, noises, strict=True)])
-    span = noisy_span(stacked.T @ stacked, len(stacked), assumed, dtype)
+    span = noisy_span(stacked.T @ stacked, len(stacked), assumed, dtype, noisy=not is_pruned(gradients))
     # With more inputs than directions, the rest is no noise, and no input stands out.
     return span if tokens <= assumed else TokenSpan(span.basis, span.weights, exact=False)
 
