@@ -95,7 +95,7 @@ def beside_known(
 
     What is known of a text narrows the noise around the rest: a direction that a known input explains is none of the
     others', and only the part of a word that known inputs do not explain is held against the span. A word is ranked
-    beside the known ones of other positions.
+    beside the known ones of other positions, and by itself; the residuals returned are those beside the known.
     """
     # Without positions all have the same words, of all tokens of the texts.
     places = range(len(listed.words) if layout.positions is not None else 1)
@@ -130,9 +130,21 @@ def beside_known(
         for one in same:
             row[one[1]] = beside([other for other in known if other != one], inputs[one])
         rows.append(row)
-    residuals = torch.stack(rows).masked_fill(unusable, torch.inf).expand(len(listed.words), -1)
-    order = residuals.argsort(dim=1, stable=True)
+    residuals = torch.stack(rows).masked_fill(unusable, torch.inf)
+    # A wrong word among the known ones hides right ones: what a word leaves by itself counts as much for its rank.
+    scores = _standardised(residuals) + _standardised(listed.residuals[: len(places)])
+    order = scores.argsort(dim=1, stable=True).expand(len(listed.words), -1)
+    residuals = residuals.expand(len(listed.words), -1)
     return Candidates(listed.words.gather(1, order), residuals.gather(1, order))
+
+
+def _standardised(residuals: Tensor) -> Tensor:
+    """Return residuals [P, m] with mean 0 and deviation 1 in each position; infinite ones stay so."""
+    usable = torch.isfinite(residuals)
+    spread = torch.stack(
+        [torch.stack((row[some].mean(), row[some].std())) for row, some in zip(residuals, usable, strict=True)]
+    )
+    return (residuals - spread[:, :1]) / spread[:, 1:].clamp_min(torch.finfo(residuals.dtype).tiny)
 
 
 @torch.no_grad()
