@@ -126,7 +126,7 @@ def ranks(model: TokenModel, update: dict[str, Tensor], ids: Tensor) -> list[int
     if isinstance(span, NoisySpan):
         first = beside_known(model, layout, params, span, parts[0], len(ids))
     else:
-        first = with_dropped(model, layout, params, span, parts[0])
+        first = with_dropped(model, layout, params, span, parts[0]) if span.exact else parts[0]
     words = torch.cat([first.words, parts[1].words], 1)
     found = []
     for row in ids:

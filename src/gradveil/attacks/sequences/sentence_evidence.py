@@ -1,9 +1,10 @@
 """How likely a sentence makes a noisy gradient of the first layer, and the search for the likeliest one.
 
-A linear layer's gradient with m rows is D X^T plus noise of variance v an entry, where the rows of D are unknown and
-normal. With D's covariance fitted, the log likelihood against noise alone is (tr S - m T - m log det(S / m)) / 2, where
-S = Q^T G^T G Q / v for an orthonormal basis Q of the inputs X [d, T] of T tokens. All words are judged together: one
-that other words explain counts only by what it adds.
+A linear layer's gradient G [m, d] is D X^T plus noise, where the rows of D are unknown and normal. With D's covariance
+and the noise's variance fitted, the log likelihood of the inputs X [d, T] of T tokens is, but for a constant,
+-m / 2 (log det S + (d - T) log((tr G^T G - tr S) / (d - T))) with S = Q^T G^T G Q for an orthonormal basis Q of X
+(Tipping and Bishop 1999, "Probabilistic Principal Component Analysis", JRSS B 61, has it for a free basis). All words
+are judged together: one that other words explain counts only by what it adds.
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ from gradveil.nn.token_layout import TokenLayout
 
 _STARTS = 6
 """Sentences that are improved of those of all lengths."""
+_FAR = 16
+"""Most places that a word moves."""
+_TOGETHER = 64
+"""Sentences that are measured at once."""
+_APART = 1e-9
+"""Least share of an input's square that the other words must leave."""
 _SWEEPS = 20
 """Most times that all words of a sentence are exchanged in turn."""
 
@@ -52,7 +59,7 @@ class SentenceEvidence:
         while True:
             # Other lengths, with what is known of the words by now.
             other = self._best_of([self._of_length(length, best) for length in self._lengths() if length != len(best)])
-            if self.log_posterior(other) <= self.log_posterior(best):
+            if not self.log_posterior(other) > self.log_posterior(best):
                 return self._words(best)
             best = other
 
@@ -93,7 +100,7 @@ class SentenceEvidence:
         orders = [list(range(len(words)))]
         for one in places:
             for other in places:
-                if one == other:
+                if one == other or abs(one - other) > _FAR:
                     continue
                 moved = [place for place in orders[0] if place != one]
                 moved.insert(other, one)
@@ -103,20 +110,23 @@ class SentenceEvidence:
                     swapped[one], swapped[other] = other, one
                     orders.append(swapped)
         order, tokens = torch.tensor(orders), len(words)
-        # Every word at every place: the products of a sentence's inputs are among theirs.
+        places = torch.arange(tokens)
         listed = self.candidates.words[:tokens] == words.view(-1, 1, 1)
         listed &= torch.isfinite(self.candidates.residuals[:tokens])
+        listed[places, places, columns] = True
+        # The column of every word at every place. Only words that are candidates at their new places move there.
         placed = listed.long().argmax(-1)
-        inputs = self.inputs[torch.arange(tokens), placed].flatten(0, 1)
-        shown = self._shown[torch.arange(tokens), placed].flatten(0, 1) @ inputs.T
-        products = inputs @ inputs.T
-        # Only words that are candidates at their new places.
-        order = order[listed.any(-1)[order, torch.arange(tokens)].all(-1)]
-        items = order * tokens + torch.arange(tokens)
-        pairs = items.unsqueeze(-1), items.unsqueeze(-2)
-        log_posteriors = self._log_likelihoods(shown[pairs], products[pairs]) + self._log_priors(words[order])
-        best = order[int(log_posteriors.argmax())]
-        return placed[best, torch.arange(tokens)]
+        order = order[listed.any(-1)[order, places].all(-1)]
+        log_posteriors = []
+        for part in order.split(_TOGETHER):
+            rows = places, placed[part, places]
+            likelihoods = self._log_likelihoods(self._shown[rows] @ self.inputs[rows].mT, self._squares(rows))
+            log_posteriors.append(likelihoods + self._log_priors(words[part]))
+        return placed[order[int(torch.cat(log_posteriors).argmax())], places]
+
+    def _squares(self, rows: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the products [..., T, T] of the inputs of sentences with each other."""
+        return self.inputs[rows] @ self.inputs[rows].mT
 
     def _log_posteriors(self, columns: Tensor, place: int) -> Tensor:
         """Return the log posterior [K], up to a constant, of a sentence with each candidate at a place."""
@@ -130,27 +140,37 @@ class SentenceEvidence:
         gains, crossed = (products * own).sum(1) / lengths, products @ basis / lengths.sqrt().unsqueeze(1)
         # The determinant of S grows by what the new direction has besides its products with the others.
         besides = gains - (crossed * torch.linalg.solve(basis.T @ shown, crossed.T).T).sum(1)
-        rows = self.span.rows
-        evidence = (gains - rows - rows * (besides.clamp_min(torch.finfo(gains.dtype).tiny) / rows).log()) / 2
+        left = self._products.trace() - (basis.T @ shown).trace() - gains
+        tiny, free = torch.finfo(gains.dtype).tiny, self._free(len(columns))
+        evidence = -self.span.rows / 2 * (besides.clamp_min(tiny).log() + free * left.clamp_min(tiny).log())
         words = self._words(columns).repeat(len(gains), 1)
         words[:, place] = self.candidates.words[place]
         usable = torch.isfinite(self.candidates.residuals[place]) & (words[:, place] != self.end)
+        usable &= lengths > _APART * self.inputs[place].square().sum(1)
         return (evidence + self._log_priors(words)).masked_fill(~usable, -torch.inf)
 
     def _log_likelihoods(self, shown: Tensor, products: Tensor) -> Tensor:
-        """Return the log likelihoods [N] of inputs by their products [N, T, T] with the gradient and with each other.
+        """Return the log likelihoods [N] of inputs by their products [N, T, T] in the gradient and with each other.
 
-        Each variance and covariance that is fitted costs 1 (Akaike).
+        Each variance and covariance that is fitted costs 1 (Akaike); inputs that depend on each other have none.
         """
-        rows, tokens = self.span.rows, shown.shape[-1]
-        trace = torch.linalg.solve(products, shown).diagonal(dim1=-2, dim2=-1).sum(-1)
-        determinant = torch.logdet(shown) - torch.logdet(products)
-        fitted = tokens * (tokens + 1) / 2
-        return (trace - rows * (tokens + determinant - tokens * math.log(rows))) / 2 - fitted
+        tokens = shown.shape[-1]
+        factors, failed = torch.linalg.cholesky_ex(products)
+        trace = torch.cholesky_solve(shown, factors).diagonal(dim1=-2, dim2=-1).sum(-1)
+        determinant = torch.logdet(shown) - 2 * factors.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        free, fitted = self._free(tokens), tokens * (tokens + 1) / 2
+        likelihoods = (
+            -self.span.rows / 2 * (determinant + free * ((self._products.trace() - trace) / free).log()) - fitted
+        )
+        return torch.where(failed == 0, likelihoods, -torch.inf).nan_to_num(-torch.inf)
+
+    def _free(self, tokens: int) -> int:
+        """Return the number of directions that noise alone fills."""
+        return self.inputs.shape[-1] - tokens
 
     @cached_property
     def _products(self) -> Tensor:
-        return self.span.products / self.span.noise
+        return self.span.products / self.span.products.trace()
 
     @cached_property
     def _shown(self) -> Tensor:

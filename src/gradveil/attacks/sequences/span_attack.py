@@ -94,7 +94,11 @@ class SpanAttack(Checked):
     ranked: Annotated[bool, "Rank words where the gradient fills the whole space, as it does with noise."] = False
     rows: Annotated[bool, "Use the word embedding's gradient, if it was sent, to shorten the lists of words."] = True
     shortlist: Annotated[int, Range(1), "Words per position that are ranked under noise."] = 24
-    prior_weight: Annotated[float, Range(0), "Weight of public word pairs under noise; 0 needs no public texts."] = 0.1
+    prior_weight: Annotated[
+        float,
+        Range(0),
+        "Weight of public word pairs; 0 needs no public texts. A single text behind noise weighs them by likelihood.",
+    ] = 0.1
 
     needs: ClassVar[str] = "tokens"
 
@@ -409,7 +413,7 @@ class SpanSearch:
     def ranked(self, span: TokenSpan) -> list[Sentence]:
         """Return the best distinct sentences among the best ranked words of each position."""
         examples, length = self.seen.examples, self.longest
-        if examples == 1 and self.layout.positions is not None and isinstance(span, NoisySpan) and span.noise:
+        if examples == 1 and length > 2 and self.layout.positions and isinstance(span, NoisySpan) and span.noisy:
             listed = self.likely(span, _MANY_WORDS)
             evidence = SentenceEvidence(
                 self.model, self.layout, self.params, span, listed, self.space.start, self.space.end, self.prior
@@ -445,7 +449,8 @@ class SpanSearch:
         if dropped:
             listed = with_dropped(self.model, self.layout, self.params, span, self._with_marks(listed, span))
         if isinstance(span, NoisySpan):
-            listed = self._with_marks(listed, span)
+            if self.layout.positions is not None:  # marks differ by position
+                listed = self._with_marks(listed, span)
             listed = beside_known(self.model, self.layout, self.params, span, listed, self.seen.examples)
         return self._with_marks(Candidates(listed.words[:, :count], listed.residuals[:, :count]), span)
 

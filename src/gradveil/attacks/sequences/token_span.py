@@ -72,16 +72,10 @@ class NoisySpan(TokenSpan):
     rows: int
     inputs: int
     """Number of inputs that are assumed."""
-    noise: float
-    """Variance of the noise of an entry; 0 if it is not known, as it is where a gradient was completed or fitted."""
+    noisy: bool
+    """The rest of the gradient is noise, as it is not where entries were completed or fitted."""
     known: Tensor
     """Orthonormal directions [k, d] of the inputs that were taken out."""
-
-    def factors(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Return those of the part of an input that is not known, relative to this part."""
-        ((matrix, _),) = super().factors()
-        rest = torch.eye(self.known.shape[1]) - self.known.T @ self.known
-        return [(rest @ matrix, rest if len(self.known) else None)]
 
     def residuals(self, vectors: Tensor) -> Tensor:
         """Return the residuals [...] of the parts of vectors [..., d] that are not known."""
@@ -105,10 +99,9 @@ def noisy_span(
     sizes = squares.flip(0)[: min(rows, free)].clamp_min(0).sqrt()
     weights = _explained(sizes, (rows, free), left)
     basis = directions.T.flip(0)[:left]
-    noise = _noise(sizes, (rows, free), left) if noisy else 0.0
     return NoisySpan(
         basis.to(dtype), weights.to(dtype), exact=False,
-        products=products, rows=rows, inputs=inputs, noise=noise, known=known.to(dtype),
+        products=products, rows=rows, inputs=inputs, noisy=noisy, known=known.to(dtype),
     )  # fmt: skip
 
 
