@@ -127,7 +127,8 @@ def test_unknown_paper_table_suggests_the_nearest():
 
 
 def test_papers_have_the_names_of_their_folders():
-    folders = {path.name for path in (files("gradveil") / "papers").iterdir() if path.is_dir()}
+    entries = (files("gradveil") / "papers").iterdir()
+    folders = {path.name for path in entries if path.is_dir() and path.name != "__pycache__"}
     assert folders <= set(PAPERS)
     studied = {"combining-stochastic-defenses", "convolutional-variational-bottlenecks", "optimal-defenses"}
     assert studied | {"dual-gradient-pruning", "aligned-dual-gradient-pruning", "gradient-stand-in"} <= folders
