@@ -143,11 +143,14 @@ class SentenceEvidence:
         left = self._products.trace() - (basis.T @ shown).trace() - gains
         tiny, free = torch.finfo(gains.dtype).tiny, self._free(len(columns))
         evidence = -self.span.rows / 2 * (besides.clamp_min(tiny).log() + free * left.clamp_min(tiny).log())
-        words = self._words(columns).repeat(len(gains), 1)
-        words[:, place] = self.candidates.words[place]
-        usable = torch.isfinite(self.candidates.residuals[place]) & (words[:, place] != self.end)
+        candidates = self.candidates.words[place]
+        usable = torch.isfinite(self.candidates.residuals[place]) & (candidates != self.end)
         usable &= lengths > _APART * self.inputs[place].square().sum(1)
-        return (evidence + self._log_priors(words)).masked_fill(~usable, -torch.inf)
+        # Only the pairs with the words before and after change.
+        words = self._words(columns)
+        near = words[max(place - 1, 0) : place + 2].repeat(len(candidates), 1)
+        near[:, min(place, 1)] = candidates
+        return (evidence + self._log_priors(near)).masked_fill(~usable, -torch.inf)
 
     def _log_likelihoods(self, shown: Tensor, products: Tensor) -> Tensor:
         """Return the log likelihoods [N] of inputs by their products [N, T, T] in the gradient and with each other.
