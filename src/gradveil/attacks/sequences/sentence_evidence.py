@@ -24,6 +24,8 @@ from gradveil.nn.token_layout import TokenLayout
 
 _STARTS = 6
 """Sentences that are improved of those of all lengths."""
+_CLEAR = 200.0
+"""Log posterior by which the words of a sentence exceed all others where no other sentence needs to be tried."""
 _FAR = 16
 """Most places that a word moves."""
 _TOGETHER = 64
@@ -55,13 +57,23 @@ class SentenceEvidence:
 
     def likeliest(self) -> Tensor:
         """Return the words [T] of the likeliest sentence that is found, of any length."""
-        best = self._best_of([self._of_length(length, None) for length in self._lengths()])
+        starts = [self._of_length(length, None) for length in self._lengths()]
+        best = self.improved(max(starts, key=self.log_posterior))
+        if self._clear(best):
+            return self._words(best)
+        best = self._best_of(starts)
         while True:
             # Other lengths, with what is known of the words by now.
             other = self._best_of([self._of_length(length, best) for length in self._lengths() if length != len(best)])
             if not self.log_posterior(other) > self.log_posterior(best):
                 return self._words(best)
             best = other
+
+    @torch.no_grad()
+    def _clear(self, columns: Tensor) -> bool:
+        """Report whether each word is far likelier than any other at its place, as behind weak noise."""
+        posteriors = [self._log_posteriors(columns, place) for place in self._changeable(columns)]
+        return all(bool(one.topk(2).values.diff().abs() > _CLEAR) for one in posteriors)
 
     def _best_of(self, sentences: list[Tensor]) -> Tensor:
         """Return the likeliest of the most likely sentences when they are improved."""
