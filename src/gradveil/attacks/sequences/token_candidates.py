@@ -97,6 +97,8 @@ def beside_known(
     others', and only the part of a word that known inputs do not explain is held against the span. A word is ranked
     beside the known ones of other positions, and by itself; the residuals returned are those beside the known.
     """
+    if listed.words.shape[1] < 2:  # a single word stands out from no other
+        return listed
     # Without positions all have the same words, of all tokens of the texts.
     places = range(len(listed.words) if layout.positions is not None else 1)
     most = examples if layout.positions is not None else examples * len(listed.words)
