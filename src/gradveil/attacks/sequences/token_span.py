@@ -22,7 +22,10 @@ TOLERANCE = 1e-6
 """Relative singular value below which a direction of an exact gradient is rounding; 1e-4 would lose half the tokens."""
 SPARE = 20
 """Directions that must be free for membership to mean anything."""
-_COMPLETIONS = 60
+_COMPLETIONS, _FEW_COMPLETIONS = 40, 3
+"""Fits of both factors of a pruned gradient; where what was sent leaves them open, more fits lead away."""
+_RIDGE = 1e-6
+"""Share of a fit's squares that keeps it definite."""
 _SIGNS = 0.999
 """Least share of the largest magnitude that every entry of signs has."""
 _FIT_STEPS, _FIT_STEP = 100, 0.1
@@ -119,17 +122,19 @@ def token_span(
     if all(map(_are_signs, gradients)):
         fitted = _fitted(stacked.sign(), assumed)
         return noisy_span(fitted.T @ fitted, len(fitted), assumed, dtype)
-    if is_pruned(gradients):
+    pruned = is_pruned(gradients)
+    if pruned:
         stacked = _completed(stacked, assumed)
     _, sizes, directions = torch.linalg.svd(stacked, full_matrices=False)
     rank = int((sizes > tolerance * sizes[0].clamp_min(1e-300)).sum())
-    if rank <= width - SPARE and rank < len(stacked):
+    # What is missing was fitted with a rank: only then the rest has no other.
+    if rank <= (assumed if pruned else width - SPARE) and rank < len(stacked):
         return TokenSpan(directions[:rank].to(dtype), torch.ones(rank, dtype=dtype), exact=True)
     noises = [_noise(torch.linalg.svdvals(one), one.shape, assumed) for one in scaled]
-    if not is_pruned(gradients) and min(noises) > 0:
+    if not pruned and min(noises) > 0:
         # The same noise in all of them: a gradient that is lost in noise must not count as much as a clear one.
         stacked = torch.cat([one / noise**0.5 for one, noise in zip(scaled, noises, strict=True)])
-    span = noisy_span(stacked.T @ stacked, len(stacked), assumed, dtype, noisy=not is_pruned(gradients))
+    span = noisy_span(stacked.T @ stacked, len(stacked), assumed, dtype, noisy=not pruned)
     # With more inputs than directions, the rest is no noise, and no input stands out.
     return span if tokens <= assumed else TokenSpan(span.basis, span.weights, exact=False)
 
@@ -164,13 +169,32 @@ def is_pruned(gradients: Sequence[Tensor]) -> bool:
 
 
 def _completed(pruned: Tensor, rank: int) -> Tensor:
-    """Fill the zeros of a gradient with the entries of its best approximation of a rank (singular value projection)."""
-    sent, matrix = pruned != 0, pruned
-    for _ in range(_COMPLETIONS):
-        _, directions = torch.linalg.eigh(matrix.T @ matrix)
-        top = directions[:, -rank:]
-        matrix = torch.where(sent, pruned, matrix @ top @ top.T)
-    return matrix
+    """Fill the zeros of a gradient with the entries of the matrix of a rank that fits what was sent.
+
+    The two factors are fitted in turn, by least squares over what was sent.
+    """
+    filled = pruned.any(dim=1)
+    values = pruned[filled].float()
+    sent = (values != 0).float()
+    right = torch.linalg.eigh(values.T @ values)[1][:, -rank:]
+    equations = float((sent.sum(1) - rank).clamp_min(0).sum())
+    for _ in range(_COMPLETIONS if equations > rank * (len(right) - rank) else _FEW_COMPLETIONS):
+        right = torch.linalg.qr(right)[0]
+        left = _regressed(values, sent, right)
+        right = _regressed(values.T, sent.T, left)
+    completed = torch.where(sent > 0, pruned[filled], (left @ right.T).to(pruned.dtype))
+    return torch.zeros_like(pruned).index_copy(0, filled.nonzero()[:, 0], completed)
+
+
+def _regressed(values: Tensor, sent: Tensor, factor: Tensor) -> Tensor:
+    """Return the coefficients [m, r] of each row [m, d] on a factor [d, r], by least squares over what was sent."""
+    rank = factor.shape[1]
+    products = (sent @ (factor.unsqueeze(2) * factor.unsqueeze(1)).flatten(1)).view(-1, rank, rank)
+    # Rows of which little was sent leave coefficients open.
+    sizes = products.diagonal(dim1=1, dim2=2).sum(1)
+    ridges = _RIDGE * sizes.clamp_min(_RIDGE * float(sizes.max())).view(-1, 1, 1)
+    products = products + ridges * torch.eye(rank, dtype=factor.dtype)
+    return torch.linalg.solve(products, (values @ factor).unsqueeze(2)).squeeze(2)
 
 
 def _are_signs(gradient: Tensor) -> bool:
