@@ -288,6 +288,18 @@ def test_a_custom_attack_without_an_objective_at_the_truth_vouches_for_no_defenc
     assert examine(ended(0.1, 0.1, custom=True), [BARE]).state == "ambiguous"
 
 
+def test_an_attack_that_cannot_tell_passes_only_where_no_other_shows_that_the_truth_explains_more() -> None:
+    told, short = ended(0.0, None), ended(1.0, 0.1)
+    assert examine(told, [BARE, told, ended(0.1, 0.1)]).state == "converged"
+    found = examine(told, [BARE, told, short])
+    assert found.state == "under-optimised"
+    assert "explain the update better than what" in found.doubts[0]
+    assert next(v for v in verdicts([told, short, BARE]) if not v.undefended).level == "inconclusive"
+    # One who ignores the defence says nothing of a client that has it.
+    naive = matched(0.2, 0.3, simulated_client="naive")
+    assert examine(told, [BARE, told, naive]).state == "converged"
+
+
 @pytest.mark.parametrize("attack", ["analytic", "r-gap", "learned(epochs=1, width=8)"])
 def test_attacks_without_a_search_compute_how_well_their_answer_explains_the_whole_update(attack: str) -> None:
     model = {"name": "vit" if attack == "analytic" else "lenet-zhu"}

@@ -122,8 +122,11 @@ def _examined(row: Row, rows: Sequence[Row]) -> Health:
         ]
     if found:
         return Health("suspect", tuple(found))
-    if row.budget_share is not None and _side(row) == "unknown":
-        return Health("under-optimised", (f"{_stopped(row)}, and its objective at the true images is not known",))
+    if _side(row) == "unknown":
+        if row.budget_share is not None:
+            return Health("under-optimised", (f"{_stopped(row)}, and its objective at the true images is not known",))
+        if beaten := _beaten_by_truth(row, rows):
+            return Health("under-optimised", (beaten,))
     if identifies(row):  # the update singles images out, whatever else fits it
         return Health("effective")
     return Health("ambiguous", (_misled(row),)) if _side(row) == "below" else Health("converged")
@@ -178,6 +181,25 @@ def _unlikely(row: Row) -> Iterator[str]:
             f"is larger by {number(gap)} at the true images than at the answer ({number(spreads)} times its spread "
             "over the values), so an attack that weighs values by their noise may do better"
         )
+
+
+def _beaten_by_truth(row: Row, rows: Sequence[Row]) -> str:
+    """Name another attack on the same updates whose answers fit them worse than the true images; empty where none.
+
+    An attack that cannot tell its objective at the true images may have missed what the updates say.
+    """
+    if row.undefended or _ignores(row):
+        return ""
+    for other in rows:
+        same = (other.defence, other.setting, other.seed) == (row.defence, row.setting, row.seed)
+        if not same or other.is_control or _ignores(other):
+            continue
+        if _side(other) == "above" or any(_unexplained(other)) or any(_unlikely(other)):
+            return (
+                f"its objective at the true images is not known, and they explain the update better than what "
+                f"{other.attack} found: a search that finds them may exist"
+            )
+    return ""
 
 
 def _shared(row: Row) -> Iterator[str]:
