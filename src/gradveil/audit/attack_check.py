@@ -192,12 +192,13 @@ def _beaten_by_truth(row: Row, rows: Sequence[Row]) -> str:
         return ""
     for other in rows:
         same = (other.defence, other.setting, other.seed) == (row.defence, row.setting, row.seed)
-        if same and not other.is_control and not other.undefended and not _ignores(other):
-            if _side(other) == "above" or any(_unexplained(other)) or any(_unlikely(other)):
-                return (
-                    f"its objective at the true images is not known, and they explain the update better than what "
-                    f"{other.attack} found: a search that finds them may exist"
-                )
+        if not same or other.is_control or _ignores(other):
+            continue
+        if _side(other) == "above" or any(_unexplained(other)) or any(_unlikely(other)):
+            return (
+                f"its objective at the true images is not known, and they explain the update better than what "
+                f"{other.attack} found: a search that finds them may exist"
+            )
     return ""
 
 

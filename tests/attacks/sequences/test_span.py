@@ -7,6 +7,7 @@ import torch
 
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.protocol import Observation
+from gradveil.attacks.sequences.entry_likelihood import EntryLikelihood, entry_rows
 from gradveil.attacks.sequences.sentence_search import Sentence
 from gradveil.attacks.sequences.span_attack import SpanAttack, SpanSearch
 from gradveil.attacks.sequences.token_candidates import beside_known, rank_words
@@ -270,3 +271,45 @@ def test_the_true_sentence_is_the_likeliest_and_is_found() -> None:
         noisy = Observation(observation.params, update, 1, (0,))
         found = SpanAttack(ranked=True, rows=False)([noisy], client, Knowledge(SPACE, 2), Key(0))
         assert torch.equal(found.inputs[0], ids)
+
+
+@pytest.mark.parametrize("change", ["kept", "signs"])
+def test_the_true_sentence_alone_holds_all_that_was_sent_and_is_found(change: str) -> None:
+    ids = texts(1)
+    client, observation = seen(encoder(), ids, torch.zeros(1, dtype=torch.long))
+    update = {}
+    for name, value in observation.update.items():
+        least = value.abs().flatten().quantile(0.8)
+        update[name] = value.sign() if change == "signs" else torch.where(value.abs() >= least, value, 0.0)
+    sent = Observation(observation.params, update, 1, (0,))
+    attack = SpanAttack(ranked=True, rows=False, prior_weight=0.0)
+    found = attack([sent], client, Knowledge(SPACE, 2), Key(0))
+    assert torch.equal(found.inputs[0], ids)
+    search = SpanSearch(attack, sent, 0, client, Knowledge(SPACE, 2), SPACE, None)
+    likelihood = search._likelihood(search.span(0, 1))
+    assert isinstance(likelihood, EntryLikelihood)
+    words = ids[0][ids[0] != SPACE.padding]
+    true = torch.stack(
+        [(row == word).nonzero()[0, 0] for row, word in zip(likelihood.candidates.words, words, strict=False)]
+    )
+    assert likelihood.settled(true)
+    wrong = true.clone()
+    wrong[2] = int(likelihood.log_posteriors(true, 2).topk(2).indices[1])
+    assert likelihood.log_posterior(wrong) < likelihood.log_posterior(true)
+    assert not likelihood.settled(wrong)
+    if change == "signs":
+        return
+    # The rest of each row is that of least squares over what was sent, computed another way.
+    inputs, rest = likelihood.inputs[torch.arange(len(wrong)), wrong].double(), 0.0
+    for row in likelihood.values.double():
+        there = row != 0
+        solved = torch.linalg.lstsq(inputs[:, there].T, row[there].unsqueeze(1)).solution
+        rest += float((inputs[:, there].T @ solved - row[there].unsqueeze(1)).square().sum())
+    assert float(likelihood._fit(wrong).slopes.square().sum()) == pytest.approx(rest, rel=1e-2)
+
+
+def test_too_few_rows_with_more_entries_than_tokens_tell_no_sentences_apart() -> None:
+    rows = torch.zeros(40, 64)
+    rows[:, :12] = 1
+    assert entry_rows([rows], 12, signs=False) is None
+    assert entry_rows([rows], 7, signs=False) is not None

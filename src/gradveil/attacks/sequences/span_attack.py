@@ -19,8 +19,10 @@ from torch import Tensor
 from gradveil.attacks.knowledge import How, Knowledge, Known
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, Remark, in_closed_form
 from gradveil.attacks.sequences.adapter_span import adapter_span
+from gradveil.attacks.sequences.entry_likelihood import EntryLikelihood, entry_rows
 from gradveil.attacks.sequences.guessed_tokens import with_guesses
 from gradveil.attacks.sequences.sentence_evidence import SentenceEvidence
+from gradveil.attacks.sequences.sentence_likelihood import SentenceLikelihood
 from gradveil.attacks.sequences.sentence_search import MEMBER as SECOND_MEMBER
 from gradveil.attacks.sequences.sentence_search import LogPrior, Sentence, SentenceSearch, distinct
 from gradveil.attacks.sequences.token_answers import attention_problems, padded, text_space, token_targets
@@ -32,7 +34,7 @@ from gradveil.attacks.sequences.token_candidates import (
     with_dropped,
 )
 from gradveil.attacks.sequences.token_companions import NEAR, TokenCompanions
-from gradveil.attacks.sequences.token_span import TOLERANCE, NoisySpan, TokenSpan, is_pruned, token_span
+from gradveil.attacks.sequences.token_span import TOLERANCE, NoisySpan, TokenSpan, are_signs, is_pruned, token_span
 from gradveil.attacks.sequences.word_prior import word_pairs
 from gradveil.attacks.sequences.word_rows import WordRows
 from gradveil.attacks.sequences.word_rows import word_rows as read_word_rows
@@ -413,12 +415,11 @@ class SpanSearch:
     def ranked(self, span: TokenSpan) -> list[Sentence]:
         """Return the best distinct sentences among the best ranked words of each position."""
         examples, length = self.seen.examples, self.longest
-        if examples == 1 and length > 2 and self.layout.positions and isinstance(span, NoisySpan) and span.noisy:
-            listed = self.likely(span, _MANY_WORDS)
-            evidence = SentenceEvidence(
-                self.model, self.layout, self.params, span, listed, self.space.start, self.space.end, self.prior
-            )
-            return [self._searching(listed, 1, _RANKED, self.prior).measured(evidence.likeliest())]
+        if examples == 1 and length > 2 and self.layout.positions and not self.layout.causal:
+            likelihood = self._likelihood(span)
+            if likelihood is not None:
+                search = self._searching(likelihood.candidates, 1, _RANKED, self.prior)
+                return [search.measured(likelihood.likeliest())]
         listed = self.likely(span, self.attack.shortlist)
         search = self._searching(listed, examples, _RANKED, self.prior)
         if self.layout.causal:
@@ -438,6 +439,23 @@ class SpanSearch:
                 return [replace(min(sure, key=cost), proved=True)]
         best = sorted(proposed, key=cost)[: _IMPROVED * examples]
         return distinct(sorted(map(search.improved, best), key=cost), examples)
+
+    def _likelihood(self, span: TokenSpan) -> SentenceLikelihood | None:
+        """Return how likely sentences make the first layer's gradient; None where that is not known."""
+        gradients = [value[0] for value in self.layout.gradients({n: v.unsqueeze(0) for n, v in self.rest.items()}, 0)]
+        signs = bool(gradients) and all(map(are_signs, gradients))
+        noisy = isinstance(span, NoisySpan) and span.noisy
+        rows = None
+        if not noisy and gradients and (signs or is_pruned(gradients)):
+            rows = entry_rows(gradients, self.longest, signs)
+        if not noisy and rows is None:
+            return None
+        listed = self.likely(span, _MANY_WORDS)
+        known = (self.model, self.layout, self.params, listed, self.space.start, self.space.end, self.prior)
+        if rows is not None:
+            return EntryLikelihood(*known, rows, signs)
+        assert isinstance(span, NoisySpan)
+        return SentenceEvidence(*known, span)
 
     def likely(self, span: TokenSpan, count: int) -> Candidates:
         """Return the best ranked words of each position, start and end among them."""

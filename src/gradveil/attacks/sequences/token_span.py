@@ -119,7 +119,7 @@ def token_span(
     scaled = [g.double() / g.double().norm().clamp_min(1e-300) for g in gradients]
     stacked = torch.cat(scaled).nan_to_num(0, 0, 0)
     assumed = max(1, min(tokens, width - SPARE))
-    if all(map(_are_signs, gradients)):
+    if all(map(are_signs, gradients)):
         fitted = _fitted(stacked.sign(), assumed)
         return noisy_span(fitted.T @ fitted, len(fitted), assumed, dtype)
     pruned = is_pruned(gradients)
@@ -197,7 +197,7 @@ def _regressed(values: Tensor, sent: Tensor, factor: Tensor) -> Tensor:
     return torch.linalg.solve(products, (values @ factor).unsqueeze(2)).squeeze(2)
 
 
-def _are_signs(gradient: Tensor) -> bool:
+def are_signs(gradient: Tensor) -> bool:
     """Report whether all entries have one magnitude."""
     sizes = gradient.abs()
     return bool(sizes.numel() and (sizes >= _SIGNS * sizes.max()).double().mean() > 1 - _PRUNED and sizes.max() > 0)
