@@ -38,8 +38,9 @@ STATES: dict[State, tuple[str, str]] = {
     "ambiguous": ("ambiguous", "other images fit the update as well as the true ones: more iterations do not help"),
     "under-optimised": (
         "under-optimised",
-        "it stopped above the objective of the true images, or fits noise where they fit better what has less of it: "
-        "a low rate does not show protection",
+        "it stopped above the objective of the true images, fits noise where they fit better what has less of it, or "
+        "cannot tell while another attack shows that they explain the update better: a low rate does not show "
+        "protection",
     ),
     "suspect": (
         "suspect",
