@@ -103,7 +103,8 @@ def test_an_interrupted_audit_leaves_no_private_images(monkeypatch, tmp_path):
     batch = torch.rand(2, 1, 16, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 2])
     with pytest.raises(KeyboardInterrupt):
         gradveil.audit(net, batch, bounds="unit")
-    assert list(tmp_path.iterdir()) == []
+    # torch makes a folder for its compiler where it is first imported.
+    assert [one for one in tmp_path.iterdir() if not one.name.startswith("torchinductor")] == []
 
 
 def test_what_was_changed_in_the_model_is_recorded():

@@ -308,6 +308,10 @@ def test_the_true_sentence_alone_holds_all_that_was_sent_and_is_found(change: st
     assert float(likelihood._fit(wrong).slopes.square().sum()) == pytest.approx(rest, rel=1e-2)
 
 
+def test_a_gradient_of_zeros_has_no_span() -> None:
+    assert float(token_span([torch.zeros(40, 64)], 8).weights.sum()) == 0
+
+
 def test_too_few_rows_with_more_entries_than_tokens_tell_no_sentences_apart() -> None:
     rows = torch.zeros(40, 64)
     rows[:, :12] = 1

@@ -174,6 +174,8 @@ def _completed(pruned: Tensor, rank: int) -> Tensor:
     The two factors are fitted in turn, by least squares over what was sent.
     """
     filled = pruned.any(dim=1)
+    if not filled.any():
+        return pruned
     values = pruned[filled].float()
     sent = (values != 0).float()
     right = torch.linalg.eigh(values.T @ values)[1][:, -rank:]
