@@ -313,7 +313,7 @@ def test_a_gradient_of_zeros_has_no_span() -> None:
 
 
 def test_too_few_rows_with_more_entries_than_tokens_tell_no_sentences_apart() -> None:
-    rows = torch.zeros(40, 64)
+    rows = torch.zeros(80, 64)
     rows[:, :12] = 1
     assert entry_rows([rows], 12, signs=False) is None
     assert entry_rows([rows], 7, signs=False) is not None

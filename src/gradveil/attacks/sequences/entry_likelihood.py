@@ -24,7 +24,8 @@ _ROWS, _ROUGH_ROWS = 600, 128
 """Rows that are fitted: for single sentences, and where many are compared."""
 _SPARE = 4
 """Entries that a row must have besides one for each token of the longest sentence."""
-_LEAST_ROWS = 16
+_LEAST_ROWS = 64
+"""Rows below which a search takes long and seldom ends at the true sentence."""
 _RIDGE = 1e-5
 _EXACT = 1e-9
 """Share of the squares of what was sent that rounding leaves."""
