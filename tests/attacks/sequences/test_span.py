@@ -308,6 +308,20 @@ def test_the_true_sentence_alone_holds_all_that_was_sent_and_is_found(change: st
     assert float(likelihood._fit(wrong).slopes.square().sum()) == pytest.approx(rest, rel=1e-2)
 
 
+@pytest.mark.parametrize("sign", [False, True])
+def test_entries_that_are_no_numbers_end_the_search(sign: bool) -> None:
+    ids = texts(1)
+    client, observation = seen(encoder(), ids, torch.zeros(1, dtype=torch.long))
+    update = {}
+    for name, value in observation.update.items():
+        changed = value.sign() if sign else torch.where(value.abs() >= value.abs().flatten().quantile(0.8), value, 0.0)
+        changed.flatten()[::7] = torch.nan
+        update[name] = changed
+    attack = SpanAttack(ranked=True, rows=False, prior_weight=0.0)
+    found = attack([Observation(observation.params, update, 1, (0,))], client, Knowledge(SPACE, 2), Key(0))
+    assert found.inputs.shape[-1] == ids.shape[-1]
+
+
 def test_a_gradient_of_zeros_has_no_span() -> None:
     assert float(token_span([torch.zeros(40, 64)], 8).weights.sum()) == 0
 

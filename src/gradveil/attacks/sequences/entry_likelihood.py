@@ -37,6 +37,8 @@ _WIDE_LOGIT = 300.0
 """The same where it is asked whether rows part all signs: the smaller one leaves the nearest on the wrong side."""
 _STEPS, _STOP = 30, 1e-4
 """Newton steps of a logistic regression, which ends where the objective falls by a smaller share."""
+_LEFT = 1e-4
+"""Least share of a candidate's squares that the other words are taken to leave."""
 _SHORTLIST = 24
 """Candidates of a place whose products with the other words are computed row by row."""
 
@@ -114,7 +116,7 @@ class EntryLikelihood(SentenceLikelihood):
         crossed = (fit.curvatures.unsqueeze(1) * inputs) @ candidates[best].T
         squares = fit.curvatures @ candidates[best].square().T
         explained = torch.linalg.solve_triangular(fit.factors, crossed, upper=False).square().sum(1)
-        exact = self._gains(fit, slopes[:, best], (squares - explained).clamp_min(1e-4 * squares) + tiny)
+        exact = self._gains(fit, slopes[:, best], (squares - explained).clamp_min(_LEFT * squares) + tiny)
         return torch.full_like(gains, -torch.inf).index_copy(0, best, exact)
 
     def _gains(self, fit: _Fit, slopes: Tensor, curvatures: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ _FAR = 16
 """Most places that a word moves."""
 _TOGETHER = 64
 """Sentences that are measured at once."""
-APART = 1e-9
+_APART = 1e-9
 """Least share of an input's square that the other words must leave."""
 _SWEEPS = 20
 """Most times that all words of a sentence are exchanged in turn."""
@@ -157,7 +157,7 @@ class SentenceLikelihood(ABC):
         basis = torch.linalg.qr(self.inputs[torch.arange(len(columns))[others], columns[others]].T)[0]
         lengths = (inputs - (inputs @ basis) @ basis.T).square().sum(1)
         usable = torch.isfinite(self.candidates.residuals[place]) & (candidates != self.end)
-        usable &= lengths > APART * inputs.square().sum(1)
+        usable &= lengths > _APART * inputs.square().sum(1)
         # Only the pairs with the words before and after change.
         words = self.words(columns)
         near = words[max(place - 1, 0) : place + 2].repeat(len(candidates), 1)

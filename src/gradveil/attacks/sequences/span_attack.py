@@ -2,8 +2,9 @@
 
 Petrov, Dimitrov, Baader, Müller, Vechev 2024, "DAGER: Exact Gradient Inversion for Large Language Models" (NeurIPS),
 for membership in the spans of the first two layers. Ranking by weighted directions and beside known words, the
-likeliest sentence behind noise, the completion of pruned gradients, the order of words by embedding rows, equations for
-a token's companions, and the subtraction of recovered sentences from a batch's gradient are our own.
+likeliest sentence behind noise, pruning and signs, the completion of pruned gradients, the order of words by embedding
+rows, equations for a token's companions, and the subtraction of recovered sentences from a batch's gradient are our
+own.
 """
 
 from __future__ import annotations
@@ -415,7 +416,7 @@ class SpanSearch:
     def ranked(self, span: TokenSpan) -> list[Sentence]:
         """Return the best distinct sentences among the best ranked words of each position."""
         examples, length = self.seen.examples, self.longest
-        if examples == 1 and length > 2 and self.layout.positions and not self.layout.causal:
+        if examples == 1 and length > 2 and self.layout.positions:
             likelihood = self._likelihood(span)
             if likelihood is not None:
                 search = self._searching(likelihood.candidates, 1, _RANKED, self.prior)
@@ -446,7 +447,8 @@ class SpanSearch:
         signs = bool(gradients) and all(map(are_signs, gradients))
         noisy = isinstance(span, NoisySpan) and span.noisy
         rows = None
-        if not noisy and gradients and (signs or is_pruned(gradients)):
+        # A causal text's last word predicts nothing, and leaves no entry that tells it.
+        if not noisy and not self.layout.causal and gradients and (signs or is_pruned(gradients)):
             rows = entry_rows(gradients, self.longest, signs)
         if not noisy and rows is None:
             return None
