@@ -1,5 +1,8 @@
 """An audit of texts runs as one of images: trials, verdicts, records and report."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 
 from gradveil.audit.attack_selection import attacks_against
@@ -8,6 +11,9 @@ from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.findings import findings_of
 from gradveil.audit.preflight import open_experiment
 from gradveil.core.errors import GradveilError
+from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Normal
+from gradveil.core.types import Stage, Transform
+from gradveil.defences import Defence, chain
 from gradveil.report import audit_page
 from gradveil.report.marked_sentences import marked_sentences
 from tests.audit.runs import execute
@@ -87,3 +93,50 @@ def test_more_clients_than_tokens_are_attacked_behind_pruning(tmp_path):
     settings = SETTINGS | {"target_clients": 6, "data": {"name": "reviews", "tokens": 4}}
     recorded, _ = execute(RunConfig(**settings, attacks=["embedding-rows"], defences=["dgp"]), tmp_path / "run")
     assert all(trial.failed is None for trial in recorded.trials), "tokens have no distance to bound an error in"
+
+
+@dataclass(frozen=True)
+class Mirrored(Transform):
+    """Send the columns of every matrix in the opposite order, which is public."""
+
+    stage: ClassVar[Stage] = Stage.QUANTISE
+
+    def apply(self, update, state, noise, context):
+        return {name: value.flip(-1) for name, value in update.items()}, dict(state)
+
+
+@dataclass(frozen=True)
+class Impulses(Transform):
+    """Add huge noise to a tenth of the entries."""
+
+    stage: ClassVar[Stage] = Stage.NOISE
+
+    def noise(self, params):
+        size = {name: Noise(tuple(p.shape), Normal()) for name, p in params.items()}
+        hit = {f"{name}.hit": Noise(tuple(p.shape), Bernoulli(0.1), discrete=True) for name, p in params.items()}
+        return NoiseSpec(size | hit)
+
+    def apply(self, update, state, noise, context):
+        return {n: value + 100 * noise[f"{n}.hit"] * noise[n] for n, value in update.items()}, dict(state)
+
+
+mirrored = Defence("mirrored", send=chain(mirrored=Mirrored()))
+impulses = Defence("impulses", send=chain(impulses=Impulses()))
+
+
+@pytest.mark.parametrize(
+    ("defence", "said"), [("mirrored", "explains the update worse"), ("impulses", "fits the noise")]
+)
+def test_a_closed_form_that_explains_the_update_worse_than_the_truth_shows_no_protection(tmp_path, defence, said):
+    """The true words come back from the mirrored matrices, and from the nine tenths of the entries without noise."""
+    defences = ["none", f"tests.audit.test_texts:{defence}"]
+    recorded, _ = execute(RunConfig(**SETTINGS, attacks=["span-rank"], defences=defences), tmp_path / "run")
+    verdict = next(each for each in findings_of(recorded).verdicts if not each.undefended)
+    assert (verdict.identifiable, verdict.level) == (0, "inconclusive")
+    assert any(said in doubt for doubt in verdict.doubts)
+
+
+def test_exact_sentences_explain_the_update_as_the_truth_does(tmp_path):
+    recorded, _ = execute(RunConfig(**SETTINGS, attacks=["span"], defences=["none"]), tmp_path / "run")
+    health = findings_of(recorded).verdicts[0].best.info["health"]
+    assert max(health["match"], health["match_truth"]) < 1e-6

@@ -263,8 +263,8 @@ class HasObjective(Protocol):
 
 
 @runtime_checkable
-class Matcher(HasObjective, Protocol):
-    """An attack that can also compute the distance from the observed update, without the priors of its objective.
+class Matcher(Protocol):
+    """An attack that can compute the distance of any inputs from the observed update, without priors.
 
     Its reconstructions hold this distance too. Images that only priors place below the ground truth do not explain the
     update.
@@ -280,7 +280,7 @@ class Matcher(HasObjective, Protocol):
         noise: Mapping[str, Tensor],
         plan: Sequence[int] = (),
     ) -> Tensor:
-        """Return `Reconstruction.match` at inputs, with the arguments of `evaluate`."""
+        """Return `Reconstruction.match` at inputs, with the arguments of `HasObjective.evaluate`."""
         ...
 
 

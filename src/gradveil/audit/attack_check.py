@@ -155,19 +155,22 @@ def _exceeds(end: float, truth: float, least: float) -> bool:
 
 
 def _unexplained(row: Row) -> Iterator[str]:
-    """List where the answer fits the update worse than the true images do, though its objective reached theirs."""
-    if _side(row) not in ("below", "between") or _ignores(row):
+    """List where the answer fits the update worse than the true images do, if not its objective says so already."""
+    if _side(row) == "above" or _ignores(row):
         return
+    known = _side(row) != "unknown"
     end, truth = row.health("match"), row.health("match_truth")
     if end is not None and truth is not None and _exceeds(end, truth, 1e-4 * _unit(row)):
-        yield (
-            "its prior decides, and not the update: without priors the distance from the update is "
-            f"{number(end)} at the answer and {number(truth)} at the true images, so a weaker prior may do better"
-        )
+        compared = f"the distance from the update is {number(end)} at the answer and {number(truth)} at the true images"
+        if known:
+            yield (f"its prior decides, and not the update: without priors {compared}, so a weaker prior may do better")
+        else:
+            yield f"its answer explains the update worse than the true images do: {compared}, so a search may do better"
     end, truth = row.health("layers"), row.health("layers_truth")
     if end is not None and truth is not None and _exceeds(end, truth, WORSE):
+        why = "few layers decide its objective" if known else "its answer explains few layers"
         yield (
-            "few layers decide its objective: in the median layer the distance from the update is "
+            f"{why}: in the median layer the distance from the update is "
             f"{number(end)} at the answer and {number(truth)} at the true images (1 - cosine), "
             "so an attack that weighs the layers otherwise may do better"
         )

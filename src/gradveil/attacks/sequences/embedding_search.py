@@ -28,13 +28,13 @@ from gradveil.attacks.sequences.text_misfit import TextMisfit
 from gradveil.attacks.sequences.token_answers import (
     attention_problems,
     padded,
+    simulated,
     text_space,
     token_problems,
     token_targets,
 )
 from gradveil.attacks.sequences.token_candidates import Candidates
 from gradveil.attacks.sequences.word_prior import word_pairs
-from gradveil.attacks.simulated_updates import Simulated
 from gradveil.client import Client
 from gradveil.core.errors import Problem
 from gradveil.core.noise import Key
@@ -126,7 +126,7 @@ class EmbeddingSearch(Checked):
             result,
             initial=torch.tensor(starts).double().exp(),
             iterations=result.iterations * self.steps,
-            match=_simulated(simulated_client, observations).match(inputs, targets, key),
+            match=simulated(simulated_client, observations).match(inputs, targets, key),
             remarks=(Remark("{}% of the update not explained by the texts", tuple((100 * misfit).tolist())),),
         )
         public = None if knowledge.public is None else knowledge.public.inputs
@@ -166,12 +166,7 @@ class EmbeddingSearch(Checked):
     ) -> Tensor:
         """Return the distance from the update, and the likelihood of the rest as noise, at texts [V, B, T]."""
         assert knowledge.targets is not None
-        return _simulated(simulated_client, observations).match(inputs, knowledge.targets, key)
-
-
-def _simulated(client: Client, observations: Sequence[Observation]) -> Simulated:
-    """Simulate the client from the texts that it trains on: its batch defence has changed them already."""
-    return Simulated(replace(client, batch=()), observations)
+        return simulated(simulated_client, observations).match(inputs, knowledge.targets, key)
 
 
 @dataclass(frozen=True, eq=False)

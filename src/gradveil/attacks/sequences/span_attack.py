@@ -26,7 +26,7 @@ from gradveil.attacks.sequences.sentence_evidence import SentenceEvidence
 from gradveil.attacks.sequences.sentence_likelihood import SentenceLikelihood
 from gradveil.attacks.sequences.sentence_search import MEMBER as SECOND_MEMBER
 from gradveil.attacks.sequences.sentence_search import LogPrior, Sentence, SentenceSearch, distinct
-from gradveil.attacks.sequences.token_answers import attention_problems, padded, text_space, token_targets
+from gradveil.attacks.sequences.token_answers import attention_problems, padded, simulated, text_space, token_targets
 from gradveil.attacks.sequences.token_candidates import (
     DROPPED_MEMBER,
     Candidates,
@@ -104,6 +104,8 @@ class SpanAttack(Checked):
     ] = 0.1
 
     needs: ClassVar[str] = "tokens"
+    undo: ClassVar[bool] = True
+    """Texts are searched as the client trains on them; what it masked is guessed afterwards."""
 
     @property
     def simulated_client(self) -> Literal["naive", "full"]:
@@ -153,8 +155,25 @@ class SpanAttack(Checked):
             Remark(f"{{}} of {width} directions of the first layer filled", tuple(ranks)),
             Remark(f"{{}} of {seen.examples} sentences proved by both layers", tuple(proofs)),
         )
+        result = replace(
+            result, remarks=remarks, match=simulated(simulated_client, observations).match(inputs, targets, key)
+        )
         public = None if prior is None or knowledge.public is None else knowledge.public.inputs
-        return with_guesses(replace(result, remarks=remarks), simulated_client, prior, public, space)
+        return with_guesses(result, simulated_client, prior, public, space)
+
+    def match(
+        self,
+        observations: Sequence[Observation],
+        simulated_client: Client,
+        knowledge: Knowledge,
+        key: Key,
+        inputs: Tensor,
+        noise: Mapping[str, Tensor],
+        plan: Sequence[int] = (),
+    ) -> Tensor:
+        """Return the distance from the update, and the likelihood of the rest as noise, at texts [V, B, T]."""
+        assert knowledge.targets is not None, "evaluation knows the true labels"
+        return simulated(simulated_client, observations).match(inputs, knowledge.targets, key)
 
     def _prior(self, knowledge: Knowledge, space: TextSpace) -> LogPrior | None:
         if not self.ranked or not self.prior_weight or knowledge.public is None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.protocol import Observation
+from gradveil.attacks.simulated_updates import Simulated
 from gradveil.client import Client
 from gradveil.core.errors import Problem, fail
 from gradveil.core.formatting import listing
@@ -53,6 +55,11 @@ def padded(texts: Sequence[Tensor], count: int, space: TextSpace) -> Tensor:
     for row, words in zip(table, texts, strict=False):
         row[: len(words)] = words[: len(row)]
     return table
+
+
+def simulated(client: Client, observations: Sequence[Observation]) -> Simulated:
+    """Simulate the client from the texts that it trains on: its batch defence has changed them already."""
+    return Simulated(replace(client, batch=()), observations)
 
 
 def token_targets(seen: Observation, client: Client, knowledge: Knowledge, inputs: Tensor) -> Tensor:
