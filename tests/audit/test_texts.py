@@ -129,8 +129,9 @@ impulses = Defence("impulses", send=chain(impulses=Impulses()))
 )
 def test_a_closed_form_that_explains_the_update_worse_than_the_truth_shows_no_protection(tmp_path, defence, said):
     """The true words come back from the mirrored matrices, and from the nine tenths of the entries without noise."""
-    defences = ["none", f"tests.audit.test_texts:{defence}"]
-    recorded, _ = execute(RunConfig(**SETTINGS, attacks=["span-rank"], defences=defences), tmp_path / "run")
+    defences, frozen = ["none", f"tests.audit.test_texts:{defence}"], [{"trainable": ["blocks.*", "head.*"]}]
+    config = RunConfig(**SETTINGS, client=frozen, attacks=["span-rank"], defences=defences)
+    recorded, _ = execute(config, tmp_path / "run")
     verdict = next(each for each in findings_of(recorded).verdicts if not each.undefended)
     assert (verdict.identifiable, verdict.level) == (0, "inconclusive")
     assert any(said in doubt for doubt in verdict.doubts)

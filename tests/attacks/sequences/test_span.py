@@ -8,6 +8,7 @@ import torch
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.protocol import Observation
 from gradveil.attacks.sequences.entry_likelihood import EntryLikelihood, entry_rows
+from gradveil.attacks.sequences.row_likelihood import row_likelihood
 from gradveil.attacks.sequences.sentence_search import Sentence
 from gradveil.attacks.sequences.span_attack import SpanAttack, SpanSearch
 from gradveil.attacks.sequences.token_candidates import beside_known, rank_words
@@ -331,3 +332,62 @@ def test_too_few_rows_with_more_entries_than_tokens_tell_no_sentences_apart() ->
     rows[:, :12] = 1
     assert entry_rows([rows], 12, signs=False) is None
     assert entry_rows([rows], 7, signs=False) is not None
+
+
+def sent(update, kind, seed=0):
+    """Return an update of which the largest tenth, the signs, or noisy values were sent, tensor by tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "signs":
+        return {name: value.sign() for name, value in update.items()}
+    if kind == "noise":
+        return {n: v + 2e-3 * torch.randn(v.shape, generator=generator) for n, v in update.items()}
+    least = {name: value.abs().flatten().quantile(0.9) for name, value in update.items()}
+    return {name: torch.where(value.abs() >= least[name], value, 0.0) for name, value in update.items()}
+
+
+@pytest.mark.parametrize("kind", ["pruning", "signs", "noise"])
+def test_the_rows_of_words_and_positions_show_where_words_stand(kind):
+    """The row of each word is that of its position, and the sum of those of all its positions."""
+    ids = torch.tensor([[1, 30, 31, 32, 30, 33, 34, 35, 31, 2, 0, 0]])
+    client, observation = seen(encoder(), ids, torch.tensor([1]))
+    update = sent(observation.update, kind)
+    likelihood = row_likelihood({n: v[0] for n, v in update.items()}, client.model.layout, LENGTH)
+    truth = ids[:, :10]
+    swapped, other, shorter = truth.clone(), truth.clone(), truth[:, :9]
+    swapped[0, 3], swapped[0, 5] = 33, 32
+    other[0, 4] = 200
+    best, *wrong = (float(likelihood.log_likelihoods(one)) for one in (truth, swapped, other, shorter))
+    assert max(wrong) < best
+    exchanged = likelihood.exchanged(truth[0], 6, torch.arange(WORDS))
+    assert int(exchanged.argmax()) == 34
+    result = SpanAttack(ranked=True, prior_weight=0)(
+        [replace(observation, update=update)], client, Knowledge(SPACE, 2), Key(0)
+    )
+    assert torch.equal(result.inputs[0], ids)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_that_do_not_show_the_errors_are_not_read(causal):
+    ids = texts(1)
+    client, observation = seen(decoder() if causal else encoder(), ids, torch.tensor([0]))
+    update = {name: value[0] for name, value in observation.update.items()}
+    if not causal:
+        del update["positions.weight"]
+    assert row_likelihood(update, client.model.layout, LENGTH) is None
+
+
+def test_hardly_anything_that_was_sent_is_completed_without_failing():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        gradient = torch.randn(384, 5, generator=generator) @ torch.randn(5, 128, generator=generator)
+        least = gradient.abs().flatten().quantile(0.995)
+        assert torch.isfinite(token_span([torch.where(gradient.abs() > least, gradient, 0.0)], 32).basis).all()
+
+
+def test_a_text_of_one_word_without_marks_ends_in_an_answer():
+    """No other word can stand beside it, so that there is nothing to solve for."""
+    space = replace(SPACE, start=None, end=None)
+    ids = torch.zeros(1, LENGTH, dtype=torch.long)
+    ids[0, 0] = 7
+    client, observation = seen(encoder(), ids, torch.tensor([1]))
+    assert SpanAttack()([observation], client, Knowledge(space, 2), Key(0)).inputs.shape == (1, 1, LENGTH)

@@ -35,6 +35,8 @@ _LOGIT = 10.0
 """Standard deviation of the logits before signs are seen."""
 _WIDE_LOGIT = 300.0
 """The same where it is asked whether rows part all signs: the smaller one leaves the nearest on the wrong side."""
+_PARTED = 8
+"""Signs of a row per token below which wrong words may part them as well: any 2 signs per token often come apart."""
 _STEPS, _STOP = 30, 1e-4
 """Newton steps of a logistic regression, which ends where the objective falls by a smaller share."""
 _LEFT = 1e-4
@@ -89,6 +91,8 @@ class EntryLikelihood(SentenceLikelihood):
         """Report whether all that was sent holds."""
         fit, inputs = self._fit(columns), self._inputs(columns)
         if self.signs:
+            if inputs.shape[1] < _PARTED * len(inputs):
+                return False
             fit = self._of_signs(inputs, fit.coefficients, _WIDE_LOGIT)
             margins = self.values * (fit.coefficients @ inputs)
             return int(torch.le(margins, 0).sum()) < _FITS * margins.numel()

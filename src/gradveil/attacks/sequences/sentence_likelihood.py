@@ -1,39 +1,51 @@
 """The search for the likeliest sentence of an update, among candidates for each position.
 
-What makes a sentence likely differs: see `sentence_evidence.py` for noise, and `entry_likelihood.py` for entries that
-were sent, or their signs. The search exchanges and moves single words and tries other lengths. All words are judged
-together: one that other words explain counts only by what it adds. Public texts say how likely pairs of words are.
+What makes a sentence likely differs: see `sentence_evidence.py` for noise, `entry_likelihood.py` for entries that
+were sent, or their signs, and `row_likelihood.py` for the embeddings' rows. The search exchanges and moves single
+words and tries other lengths. All words are judged together: one that other words explain counts only by what it adds.
+Public texts say how likely pairs of words are.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from gradveil.attacks.sequences.row_likelihood import RowLikelihood
 from gradveil.attacks.sequences.sentence_search import LogPrior
 from gradveil.attacks.sequences.token_candidates import Candidates
 from gradveil.core.tree import Tensors
 from gradveil.nn.token_layout import TokenLayout
 
-_FAR = 16
+_FAR = 48
 """Most places that a word moves."""
+_EXCHANGES = 3
+"""Words at a place that are judged by all that is known, after a rough comparison."""
+_MOVES = 8
+"""Moves that are judged by all that is known, after a rough comparison."""
 _TOGETHER = 64
 """Sentences that are measured at once."""
 _APART = 1e-9
 """Least share of an input's square that the other words must leave."""
+_REFUTED = 100.0
+"""Log likelihood by which the positions' rows refute a length."""
+_RANKED = 10.0
+"""Weight of a word's rank in the first layer's span, where that does not say how likely the word is."""
 _SWEEPS = 20
 """Most times that all words of a sentence are exchanged in turn."""
 
 
 @dataclass(frozen=True)
-class SentenceLikelihood(ABC):
-    """The log posterior of single sentences whose words are among the candidates of their positions."""
+class SentenceLikelihood:
+    """The log posterior of single sentences whose words are among the candidates of their positions.
+
+    By itself it knows the words' ranks, the embeddings' rows and the prior.
+    """
 
     model: nn.Module
     layout: TokenLayout
@@ -43,25 +55,40 @@ class SentenceLikelihood(ABC):
     end: int | None
     prior: LogPrior | None
 
-    starts: ClassVar[int]
+    rows: RowLikelihood | None = field(default=None, kw_only=True)
+
+    starts: ClassVar[int] = 1
     """Sentences that are improved of those of all lengths."""
 
-    @abstractmethod
     def log_likelihoods(self, columns: Tensor) -> Tensor:
-        """Return the log likelihoods [N] of sentences, given as columns [N, T] of the candidates."""
+        """Return the log likelihoods [N] by the first layer of sentences, given as columns [N, T] of the candidates."""
+        return self._ranks[torch.arange(columns.shape[1]), columns].sum(1)
 
-    @abstractmethod
     def exchanged(self, columns: Tensor, place: int) -> Tensor:
-        """Return the log likelihood [K], up to a constant, of a sentence with each candidate at a place."""
+        """Return the log likelihood [K] by the first layer of a sentence with each candidate at a place.
 
-    @abstractmethod
+        It is right up to a constant.
+        """
+        return self._ranks[place]
+
     def settled(self, columns: Tensor) -> bool:
         """Report whether an improved sentence leaves so little open that no other needs to be tried."""
+        return False
+
+    @cached_property
+    def _ranks(self) -> Tensor:
+        return -_RANKED * self.candidates.residuals.double().clamp_min(torch.finfo(torch.float64).tiny).log()
 
     @property
     def rough(self) -> SentenceLikelihood:
         """The likelihood by which many sentences are compared."""
         return self
+
+    @property
+    def by_rows(self) -> SentenceLikelihood:
+        """The likelihood without the first layer's, by the words' ranks alone: it proposes a sentence."""
+        known = self.model, self.layout, self.params, self.candidates, self.start, self.end, self.prior
+        return SentenceLikelihood(*known, rows=self.rows)
 
     @cached_property
     def inputs(self) -> Tensor:
@@ -70,22 +97,25 @@ class SentenceLikelihood(ABC):
         return torch.stack(rows).double()
 
     @torch.no_grad()
-    def likeliest(self) -> Tensor:
-        """Return the words [T] of the likeliest sentence that is found, of any length."""
+    def likeliest(self, start: Tensor | None = None) -> Tensor:
+        """Return the columns [T] of the likeliest sentence that is found, of any length, from one that is proposed."""
+        if start is not None and self.settled(start):
+            return start
         starts = [self._of_length(length, None) for length in self._lengths()]
-        best = self.improved(max(starts, key=self.log_posterior))
+        best = self.improved(max(starts, key=self.log_posterior) if start is None else start)
         if self.settled(best):
-            return self.words(best)
+            return best
         if self.starts > 1:
-            best = self._best_of(starts)
+            best = max(best, self._best_of(starts), key=self.log_posterior)
         while True:
             # Other lengths, with what is known of the words by now.
-            other = self._best_of([self._of_length(length, best) for length in self._lengths() if length != len(best)])
+            others = [self._of_length(length, best) for length in self._lengths() if length != len(best)]
+            other = self._best_of(others) if others else best
             if not self.log_posterior(other) > self.log_posterior(best):
-                return self.words(best)
+                return best
             best = other
             if self.starts == 1 and self.settled(best):
-                return self.words(best)
+                return best
 
     def _best_of(self, sentences: list[Tensor]) -> Tensor:
         """Return the likeliest of the most likely sentences when they are improved."""
@@ -95,7 +125,8 @@ class SentenceLikelihood(ABC):
     def log_posterior(self, columns: Tensor) -> float:
         """Return the log of likelihood and prior of a sentence, given as columns [T] of the candidates."""
         columns = columns.unsqueeze(0)
-        return float(self.log_likelihoods(columns) + self.log_priors(self.words(columns)))
+        words = self.words(columns)
+        return float(self.log_likelihoods(columns) + self.log_priors(words) + self._of_rows(words))
 
     @torch.no_grad()
     def improved(self, columns: Tensor) -> Tensor:
@@ -103,13 +134,16 @@ class SentenceLikelihood(ABC):
         for _ in range(_SWEEPS):
             before, columns = columns, columns.clone()
             for place in self.changeable(columns):
-                changed = columns.clone()
-                changed[place] = int(self.log_posteriors(columns, place).argmax())
-                if changed[place] != columns[place] and self._likelier(changed, columns):
-                    columns = changed
+                posteriors = self.log_posteriors(columns, place)
+                for column in posteriors.topk(min(_EXCHANGES, len(posteriors))).indices.tolist():
+                    changed = columns.clone()
+                    changed[place] = column
+                    if column != columns[place] and self._likelier(changed, columns):
+                        columns = changed
+                        break
             if torch.equal(before, columns):
-                moved = self._moved(columns)
-                if torch.equal(columns, moved) or not self._likelier(moved, columns):
+                moved = next((one for one in self._moved(columns) if self._likelier(one, columns)), None)
+                if moved is None:
                     break
                 columns = moved
         return columns
@@ -122,7 +156,7 @@ class SentenceLikelihood(ABC):
         return range(self.start is not None, len(columns) - (self.end is not None))
 
     def _moved(self, columns: Tensor) -> Tensor:
-        """Return the likeliest sentence that differs by two words that change places, or by one that goes elsewhere."""
+        """Return the likeliest sentences [N, T] in which two words change places, or one goes elsewhere, best first."""
         words, places = self.words(columns), self.changeable(columns)
         orders = [list(range(len(words)))]
         for one in places:
@@ -145,10 +179,11 @@ class SentenceLikelihood(ABC):
         placed = listed.long().argmax(-1)
         order = order[listed.any(-1)[order, places].all(-1)]
         log_posteriors = [
-            self.rough.log_likelihoods(placed[part, places]) + self.log_priors(words[part])
+            self.rough.log_likelihoods(placed[part, places]) + self.log_priors(words[part]) + self._of_rows(words[part])
             for part in order.split(_TOGETHER)
         ]
-        return placed[order[int(torch.cat(log_posteriors).argmax())], places]
+        best = torch.cat(log_posteriors).topk(min(_MOVES, len(order))).indices
+        return placed[order[best], places]
 
     def log_posteriors(self, columns: Tensor, place: int) -> Tensor:
         """Return the log posterior [K], up to a constant, of a sentence with each candidate at a place."""
@@ -162,7 +197,13 @@ class SentenceLikelihood(ABC):
         words = self.words(columns)
         near = words[max(place - 1, 0) : place + 2].repeat(len(candidates), 1)
         near[:, min(place, 1)] = candidates
-        return (self.exchanged(columns, place) + self.log_priors(near)).masked_fill(~usable, -torch.inf)
+        found = self.exchanged(columns, place) + self.log_priors(near)
+        if self.rows is not None:
+            found = found + self.rows.exchanged(words, place, candidates)
+        return found.masked_fill(~usable, -torch.inf)
+
+    def _of_rows(self, words: Tensor) -> Tensor:
+        return torch.zeros(len(words)) if self.rows is None else self.rows.log_likelihoods(words)
 
     def log_priors(self, words: Tensor) -> Tensor:
         """Return the log prior [N] of sentences [N, T]; without public texts all words are as likely."""
@@ -174,8 +215,13 @@ class SentenceLikelihood(ABC):
         """Return the words [..., T] of sentences, given as columns of the candidates."""
         return self.candidates.words[torch.arange(columns.shape[-1]), columns]
 
-    def _lengths(self) -> range:
-        return range(2, len(self.candidates.words) + 1)
+    def _lengths(self) -> list[int]:
+        """Return the lengths that the positions' rows leave open."""
+        lengths = list(range(2, len(self.candidates.words) + 1))
+        if self.rows is None:
+            return lengths
+        used = self.rows.used.cumsum(0)[1 : lengths[-1]]
+        return [one for one, value in zip(lengths, used, strict=True) if float(used.max() - value) < _REFUTED]
 
     def _of_length(self, length: int, known: Tensor | None) -> Tensor:
         """Return the columns of known words, then of the best ranked ones, between the start and the end."""
@@ -189,9 +235,12 @@ class SentenceLikelihood(ABC):
 
     @cached_property
     def _best(self) -> Tensor:
-        """Return the column [P] of the best ranked word of each position; the start at the first."""
+        """Return the column [P] of the best word of each position by itself; the start at the first."""
         usable = torch.isfinite(self.candidates.residuals) & (self.candidates.words != self.end)
-        best = self.candidates.residuals.masked_fill(~usable, torch.inf).argmin(1)
+        ranks = self._ranks
+        if self.rows is not None:
+            ranks = ranks + self.rows.alone(self.candidates.words)
+        best = ranks.masked_fill(~usable, -torch.inf).argmax(1)
         if self.start is not None:
             best[0] = int((self.candidates.words[0] == self.start).nonzero()[0])
         return best

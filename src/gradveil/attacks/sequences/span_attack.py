@@ -22,6 +22,7 @@ from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstru
 from gradveil.attacks.sequences.adapter_span import adapter_span
 from gradveil.attacks.sequences.entry_likelihood import EntryLikelihood, entry_rows
 from gradveil.attacks.sequences.guessed_tokens import with_guesses
+from gradveil.attacks.sequences.row_likelihood import row_likelihood
 from gradveil.attacks.sequences.sentence_evidence import SentenceEvidence
 from gradveil.attacks.sequences.sentence_likelihood import SentenceLikelihood
 from gradveil.attacks.sequences.sentence_search import MEMBER as SECOND_MEMBER
@@ -73,6 +74,8 @@ _RANKED = 16
 """Width of the beam under noise."""
 _MANY_WORDS = 384
 """Words per position that are ranked again: as inputs of which dropout has zeroed a part, or beside known words."""
+_BY_ROWS = 32
+"""Words per position that are listed since the embeddings' rows show them."""
 _PROPOSED = 64
 """Width of the beam that proposes sentences by the first layer and the prior alone."""
 _IMPROVED = 3
@@ -438,8 +441,9 @@ class SpanSearch:
         if examples == 1 and length > 2 and self.layout.positions:
             likelihood = self._likelihood(span)
             if likelihood is not None:
+                start = None if likelihood.rows is None else likelihood.by_rows.likeliest()
                 search = self._searching(likelihood.candidates, 1, _RANKED, self.prior)
-                return [search.measured(likelihood.likeliest())]
+                return [search.measured(likelihood.words(likelihood.likeliest(start)))]
         listed = self.likely(span, self.attack.shortlist)
         search = self._searching(listed, examples, _RANKED, self.prior)
         if self.layout.causal:
@@ -465,22 +469,30 @@ class SpanSearch:
         gradients = [value[0] for value in self.layout.gradients({n: v.unsqueeze(0) for n, v in self.rest.items()}, 0)]
         signs = bool(gradients) and all(map(are_signs, gradients))
         noisy = isinstance(span, NoisySpan) and span.noisy
-        rows = None
+        entries = None
         # A causal text's last word predicts nothing, and leaves no entry that tells it.
         if not noisy and not self.layout.causal and gradients and (signs or is_pruned(gradients)):
-            rows = entry_rows(gradients, self.longest, signs)
-        if not noisy and rows is None:
+            entries = entry_rows(gradients, self.longest, signs)
+        rows = None
+        # Dropout alone leaves an exact span, whose members are proved one by one.
+        if self.attack.rows and (signs or not span.exact or is_pruned(gradients)):
+            rows = row_likelihood(self.rest, self.layout, self.longest)
+        if not noisy and entries is None and rows is None:
             return None
-        listed = self.likely(span, _MANY_WORDS)
-        known = (self.model, self.layout, self.params, listed, self.space.start, self.space.end, self.prior)
+        listed = self.likely(span, _MANY_WORDS, every=rows is not None and not rows.complete)
         if rows is not None:
-            return EntryLikelihood(*known, rows, signs)
-        assert isinstance(span, NoisySpan)
-        return SentenceEvidence(*known, span)
+            listed = self._with_words(listed, rows.proposed(_BY_ROWS)[: len(listed.words)], span)
+        known = (self.model, self.layout, self.params, listed, self.space.start, self.space.end, self.prior)
+        if entries is not None:
+            return EntryLikelihood(*known, entries, signs, rows=rows)
+        if noisy:
+            assert isinstance(span, NoisySpan)
+            return SentenceEvidence(*known, span, rows=rows)
+        return SentenceLikelihood(*known, rows=rows)
 
-    def likely(self, span: TokenSpan, count: int) -> Candidates:
-        """Return the best ranked words of each position, start and end among them."""
-        rows = self.word_rows(self.seen.examples)
+    def likely(self, span: TokenSpan, count: int, every: bool = False) -> Candidates:
+        """Return the best ranked words of each position, start and end among them, of the update's or of all words."""
+        rows = None if every else self.word_rows(self.seen.examples)
         bag = None if rows is None else rows.bag
         dropped = span.exact and not self.layout.causal and 2 * span.rank <= span.basis.shape[1]
         most = max(count, _MANY_WORDS) if dropped or isinstance(span, NoisySpan) else count
@@ -527,6 +539,17 @@ class SpanSearch:
         return Candidates(
             torch.cat([listed.words, torch.stack(words)], 1), torch.cat([listed.residuals, torch.stack(residuals)], 1)
         )
+
+    @torch.no_grad()
+    def _with_words(self, listed: Candidates, words: Tensor, span: TokenSpan) -> Candidates:
+        """Add words [P, m] to those of each position; the residuals of those that are listed already are infinite."""
+        added = [
+            span.residuals(self.layout.first_inputs(self.model, self.params, place, row)).masked_fill(
+                torch.isin(row, listed.words[place]), torch.inf
+            )
+            for place, row in enumerate(words)
+        ]
+        return Candidates(torch.cat([listed.words, words], 1), torch.cat([listed.residuals, torch.stack(added)], 1))
 
     def _subtracted(self, sentence: Sentence, first: TokenSpan) -> TokenSpan | None:
         """Subtract a sentence's gradient; return its words and the smaller span, None if it did not fit.

@@ -81,7 +81,8 @@ def _kept(basis: Tensor, inputs: Tensor) -> Tensor:
         # Weights 1 / |x - z| make least squares approach the least |x - z|_1.
         weights = masks if sweep >= _SWEEPS - 2 else 1 / ((x - member).abs() + max(_SOFT, _SOFTEST / 2**sweep))
         products = (weights.unsqueeze(1) * basis) @ basis.T + ridge
-        member = torch.linalg.solve(products, (weights * x) @ basis.T) @ basis
+        solved, _ = torch.linalg.solve_ex(products, (weights * x) @ basis.T)
+        member = solved.nan_to_num(0, 0, 0) @ basis
         # Kept where the member is nearer to x than to zero.
         masks = ((x - member).abs() < member.abs()).to(x.dtype)
     return masks

@@ -217,6 +217,8 @@ def _nonnegative(rows: Tensor, sides: Tensor, pool: Tensor) -> tuple[Tensor, Ten
         pool = pool.clone()
         pool[entering] = True
         chosen = rows[:, pool]
+        if not chosen.shape[1]:
+            break
         solved, _ = nnls(chosen.double().numpy(), sides.double().numpy(), maxiter=20 * chosen.shape[1])
         solution = torch.zeros(rows.shape[1])
         solution[pool] = torch.from_numpy(solved).float()

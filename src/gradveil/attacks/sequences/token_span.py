@@ -24,7 +24,8 @@ SPARE = 20
 """Directions that must be free for membership to mean anything."""
 _COMPLETIONS, _FEW_COMPLETIONS = 40, 3
 """Fits of both factors of a pruned gradient; where what was sent leaves them open, more fits lead away."""
-_RIDGE = 1e-6
+_RIDGE, _OPEN_RIDGE = 1e-6, 1e-4
+"""Ridge of a row's coefficients, relative to its squares: where it has more entries than coefficients, and else."""
 """Share of a fit's squares that keeps it definite."""
 _SIGNS = 0.999
 """Least share of the largest magnitude that every entry of signs has."""
@@ -178,7 +179,8 @@ def _completed(pruned: Tensor, rank: int) -> Tensor:
         return pruned
     values = pruned[filled].float()
     sent = (values != 0).float()
-    right = torch.linalg.eigh(values.T @ values)[1][:, -rank:]
+    products = (values.T @ values).double()
+    right = torch.linalg.eigh(products)[1][:, -rank:].float()
     equations = float((sent.sum(1) - rank).clamp_min(0).sum())
     for _ in range(_COMPLETIONS if equations > rank * (len(right) - rank) else _FEW_COMPLETIONS):
         right = torch.linalg.qr(right)[0]
@@ -192,11 +194,12 @@ def _regressed(values: Tensor, sent: Tensor, factor: Tensor) -> Tensor:
     """Return the coefficients [m, r] of each row [m, d] on a factor [d, r], by least squares over what was sent."""
     rank = factor.shape[1]
     products = (sent @ (factor.unsqueeze(2) * factor.unsqueeze(1)).flatten(1)).view(-1, rank, rank)
-    # Rows of which little was sent leave coefficients open.
+    # Rows of which little was sent leave coefficients open: single precision needs more to solve for these.
     sizes = products.diagonal(dim1=1, dim2=2).sum(1)
-    ridges = _RIDGE * sizes.clamp_min(_RIDGE * float(sizes.max())).view(-1, 1, 1)
-    products = products + ridges * torch.eye(rank, dtype=factor.dtype)
-    return torch.linalg.solve(products, (values @ factor).unsqueeze(2)).squeeze(2)
+    ridges = torch.where(sent.sum(1) > rank, _RIDGE, _OPEN_RIDGE) * sizes.clamp_min(_RIDGE * float(sizes.max()))
+    products = products + ridges.view(-1, 1, 1) * torch.eye(rank, dtype=factor.dtype)
+    solved, _ = torch.linalg.solve_ex(products, (values @ factor).unsqueeze(2))
+    return solved.squeeze(2).nan_to_num(0, 0, 0)
 
 
 def are_signs(gradient: Tensor) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradveil.attacks.sequences.token_span import is_pruned
 from gradveil.nn.token_layout import TokenLayout
 
 _CUT = 1.5
@@ -62,4 +63,5 @@ def word_rows(update: Mapping[str, Tensor], layout: TokenLayout, most: int) -> W
     length = int(used.nonzero().max()) + 1
     # gelsd: rows of words may depend on each other.
     shares = torch.linalg.lstsq(table[bag].T, rows[:length].T, driver="gelsd").solution.T
-    return WordRows(bag, length, shares.float())
+    # Where entries are missing, all of the last rows may be.
+    return WordRows(bag, None if is_pruned([rows[used]]) else length, shares.float())

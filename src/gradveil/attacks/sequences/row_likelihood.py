@@ -1,0 +1,244 @@
+"""How likely the words of a sentence make the rows of the embeddings' gradients.
+
+The row of a position is the error of its token, and the row of a word the sum of the errors where it stands. What was
+sent of a position's row leaves a normal error with a mean and a variance. So each word's row is likely with the right
+positions alone: behind noise, where entries were dropped, and where signs were sent.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.sequences.token_span import are_signs, is_pruned
+from gradveil.nn.token_layout import TokenLayout
+
+_ROUNDING = 1e-4
+"""Standard deviation of rounding, relative to the root mean square of what was sent."""
+_SURELY = 6.0
+"""Standard deviations of rounding below which a number is zero."""
+_ODD = 0.01
+"""Share of entries that are not as they should be."""
+_FILLED = 0.9
+"""Share of rows that are not zero above which noise fills the table."""
+_HALF_NORMAL = math.sqrt(2 / math.pi)
+"""Mean of the absolute value of a standard normal number; its variance is 1 less the square of this."""
+
+
+@dataclass(frozen=True)
+class RowLikelihood(ABC):
+    """The likelihood of the words' rows, given the positions of each word."""
+
+    table: Tensor
+    """Rows [W, d] of the word embedding's gradient."""
+    errors: Tensor
+    """Mean errors [P, d] of the positions, given their rows."""
+    variances: Tensor
+    """Variances [P, d] of these errors, or [P, 1]."""
+    used: Tensor
+    """Log likelihood [P] of the positions' rows if a token stands there, less that if none does."""
+    _known: dict[tuple[int, ...], float] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @abstractmethod
+    def densities(self, rows: Tensor, means: Tensor, variances: Tensor) -> Tensor:
+        """Return the log densities [M, N] of rows [N, d] whose errors have these means and variances [M, d]."""
+
+    @abstractmethod
+    def free(self, rows: Tensor) -> Tensor:
+        """Return the log densities [N] of rows [N, d] of words that stand nobody knows where."""
+
+    @property
+    def complete(self) -> bool:
+        """Report whether the row of each word of the sentence was sent, and no other's."""
+        return True
+
+    def proposed(self, count: int) -> Tensor:
+        """Return the words [P, count] whose rows a single position explains best, the best first."""
+        sent = self.table.any(1).nonzero().flatten()
+        gains = self.alone(sent.expand(len(self.errors), -1))
+        return sent[gains.topk(min(count, len(sent)), dim=1).indices]
+
+    def alone(self, words: Tensor) -> Tensor:
+        """Return how much better each word's row [P, K] is explained by its position than by any others."""
+        gains = self._densities - self.free(self._distinct[0])
+        return gains.gather(1, self._distinct[1][words])
+
+    def log_likelihoods(self, words: Tensor) -> Tensor:
+        """Return the log likelihoods [N] of sentences [N, T], up to a constant."""
+        used = float(self.used[: words.shape[1]].sum())
+        found = []
+        for sentence in words.tolist():
+            places: dict[int, list[int]] = {}
+            for place, word in enumerate(sentence):
+                places.setdefault(word, []).append(place)
+            found.append(used + sum(self._explained(*one) for one in places.items()))
+        return torch.tensor(found)
+
+    def exchanged(self, words: Tensor, place: int, candidates: Tensor) -> Tensor:
+        """Return the log likelihoods [K], up to a constant, of a sentence [T] with each candidate at a place."""
+        gains = (self._densities[place] - self._without)[self._distinct[1][candidates]]
+        others: dict[int, list[int]] = {}
+        for other, word in enumerate(words.tolist()):
+            if other != place:
+                others.setdefault(word, []).append(other)
+        for word, known in others.items():
+            again = self._explained(word, sorted([*known, place])) - self._explained(word, known)
+            gains = torch.where(candidates == word, again, gains)
+        return gains
+
+    @cached_property
+    def _distinct(self) -> tuple[Tensor, Tensor]:
+        """Return the rows [N, d] that are not zero, behind one that is, and the place [W] of each word's among them."""
+        sent = self.table.any(1)
+        return torch.cat([torch.zeros_like(self.table[:1]), self.table[sent]]), sent.cumsum(0) * sent
+
+    @cached_property
+    def _densities(self) -> Tensor:
+        return self.densities(self._distinct[0], self.errors, self.variances)
+
+    @cached_property
+    def _without(self) -> Tensor:
+        nothing = torch.zeros_like(self.errors[:1]), torch.zeros_like(self.variances[:1])
+        return self.densities(self._distinct[0], *nothing).squeeze(0)
+
+    def _explained(self, word: int, places: Sequence[int]) -> float:
+        """Return the log likelihood of a word's row with these positions, less that with none."""
+        key = word, *places
+        if key not in self._known:
+            rows, of_words = self._distinct
+            row = int(of_words[word])
+            means, variances = (value[list(places)].sum(0, keepdim=True) for value in (self.errors, self.variances))
+            self._known[key] = float(self.densities(rows[row : row + 1], means, variances) - self._without[row])
+        return self._known[key]
+
+
+@dataclass(frozen=True)
+class NoisyRows(RowLikelihood):
+    """The likelihood of rows with normal noise."""
+
+    noise: float
+    """Variance of the noise of an entry of a word's row."""
+
+    @property
+    def complete(self) -> bool:
+        """Report that noise fills the rows of all words."""
+        return False
+
+    def densities(self, rows: Tensor, means: Tensor, variances: Tensor) -> Tensor:
+        """Return the log densities [M, N] of rows whose errors have means [M, d] and variances [M, 1]."""
+        spread = variances + self.noise
+        return -(torch.cdist(means, rows).square() / spread + rows.shape[1] * spread.log()) / 2
+
+    def free(self, rows: Tensor) -> Tensor:
+        """Return the log densities [N] of rows whose errors have the variance that suits them best."""
+        squares = rows.square().mean(1)
+        spread = squares.clamp_min(self.noise)
+        return -rows.shape[1] * (squares / spread + spread.log()) / 2
+
+
+@dataclass(frozen=True)
+class SentRows(RowLikelihood):
+    """The likelihood of rows of which some entries were dropped; a share of the entries may have any value."""
+
+    least: float
+    """Size below which entries were dropped."""
+    size: float
+    """Root mean square of the entries that were sent."""
+
+    @property
+    def complete(self) -> bool:
+        """Report whether no entry is missing from the rows of words, so that no row is."""
+        return not self.least
+
+    def densities(self, rows: Tensor, means: Tensor, variances: Tensor) -> Tensor:
+        """Return the log densities [M, N] of rows whose errors have these means and variances [M, d]."""
+        sent, odd = rows != 0, _normal(rows, self.size)
+        found = []
+        for mean, variance in zip(means, variances, strict=True):
+            spread = (variance + (_ROUNDING * self.size) ** 2).sqrt()
+            value = _normal(rows - mean, spread)
+            least = max(self.least, _SURELY * _ROUNDING * self.size)
+            low, high = ((torch.special.ndtr((side * least - mean) / spread)) for side in (-1, 1))
+            mixed = torch.where(sent, (1 - _ODD) * value + _ODD * odd, (1 - _ODD) * (high - low) + _ODD)
+            found.append(mixed.clamp_min(torch.finfo(mixed.dtype).tiny).log().sum(1))
+        return torch.stack(found)
+
+    def free(self, rows: Tensor) -> Tensor:
+        """Return the log densities [N] of rows whose entries may have any value."""
+        return torch.where(rows != 0, _normal(rows, self.size).log(), 0.0).sum(1)
+
+
+@dataclass(frozen=True)
+class SignRows(RowLikelihood):
+    """The likelihood of signs of rows; the errors' sizes are half normal."""
+
+    def densities(self, rows: Tensor, means: Tensor, variances: Tensor) -> Tensor:
+        """Return the log densities [M, N] of rows whose errors have these means and variances [M, d]."""
+        found = []
+        for mean, variance in zip(means, variances, strict=True):
+            tokens = variance / (1 - _HALF_NORMAL**2)
+            up = torch.special.ndtr(mean / variance.clamp_min(torch.finfo(mean.dtype).tiny).sqrt())
+            up = torch.where((mean.abs() / _HALF_NORMAL - tokens).abs() < 0.5, (mean > 0).to(up.dtype), up)
+            right = torch.where(rows > 0, up, 1 - up)
+            of_token = torch.where(rows == 0, _ODD, (1 - _ODD) * ((1 - _ODD) * right + _ODD / 2))
+            without = torch.where(rows == 0, 1 - _ODD, _ODD / 2)
+            found.append(torch.where(tokens > 0, of_token, without).log().sum(1))
+        return torch.stack(found)
+
+    def free(self, rows: Tensor) -> Tensor:
+        """Return the log densities [N] of rows whose signs are as likely as not."""
+        return (rows != 0).sum(1) * math.log(0.5)
+
+
+def row_likelihood(update: Mapping[str, Tensor], layout: TokenLayout, length: int) -> RowLikelihood | None:
+    """Return the likelihood of one sentence of so many tokens at most; None where its rows do not show its errors."""
+    if layout.positions is None or layout.predicts_words or layout.embedded_norm is not None:
+        return None
+    table, rows = (update.get(f"{path}.weight") for path in (layout.words, layout.positions))
+    if table is None or rows is None or not bool(table.any()) or not bool(rows.any()):
+        return None
+    table, rows = table.double().nan_to_num(0, 0, 0).clone(), rows.double().nan_to_num(0, 0, 0)[layout.offset :]
+    table[layout.padding] = 0
+    read = rows[:length]
+    filled = float(table.any(1).double().mean()) > _FILLED
+    if are_signs(table[table != 0]) and are_signs(rows[rows != 0]):
+        spread = (read != 0) * (1 - _HALF_NORMAL**2)
+        return None if filled else SignRows(table, _HALF_NORMAL * read.sign(), spread, _sent(read))
+    if not filled:
+        # What was not sent of a position's row lies evenly between the bounds.
+        least = _least(rows)
+        size = float(table[table != 0].square().mean().sqrt())
+        return SentRows(table, read, (read == 0) * least**2 / 3, _sent(read), _least(table), size)
+    if is_pruned([table]) or is_pruned([read]):
+        return None
+    noise = float(table.square().mean(1).median())
+    # Rows behind the longest text hold noise alone. Where there is none, the noise of words is taken for theirs.
+    behind = rows[length:].square().mean(1)
+    others = float(behind.mean()) if len(behind) else min(noise, float(read.square().mean(1).min()))
+    signal = (read.square().mean(1, keepdim=True) - others).clamp_min(0)
+    kept = signal / (signal + others)
+    width = table.shape[1]
+    # A variance that is fitted costs 1 (Akaike).
+    used = (width * (signal / others - (1 + signal / others).log()) / 2).squeeze(1) - 1
+    return NoisyRows(table, kept * read, kept * others, used, noise)
+
+
+def _normal(values: Tensor, spread: Tensor | float) -> Tensor:
+    return (-(values / spread).square() / 2).exp() / (math.sqrt(2 * math.pi) * spread)
+
+
+def _sent(rows: Tensor) -> Tensor:
+    """Return the log likelihood [P] that tokens stand where rows were sent: without one there is nothing to send."""
+    return -math.log(_ODD) * (rows != 0).sum(1).double()
+
+
+def _least(rows: Tensor) -> float:
+    """Return the size of the smallest entry that was sent, if entries of rows that were sent are missing; else 0."""
+    sent = rows[rows.any(1)]
+    return float(sent[sent != 0].abs().min()) if is_pruned([sent]) else 0.0
