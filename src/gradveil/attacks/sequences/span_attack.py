@@ -2,8 +2,8 @@
 
 Petrov, Dimitrov, Baader, Müller, Vechev 2024, "DAGER: Exact Gradient Inversion for Large Language Models" (NeurIPS),
 for membership in the spans of the first two layers. Ranking by weighted directions and beside known words, the
-likeliest sentence behind noise, pruning and signs, the completion of pruned gradients, the order of words by embedding
-rows, equations for a token's companions, and the subtraction of recovered sentences from a batch's gradient are our
+likeliest sentence behind noise, pruning and signs, the completion of pruned gradients, the match of the rows of words
+and positions, equations for a token's companions, and the subtraction of recovered sentences from a batch's gradient are our
 own.
 """
 
