@@ -3,8 +3,8 @@
 Petrov, Dimitrov, Baader, Müller, Vechev 2024, "DAGER: Exact Gradient Inversion for Large Language Models" (NeurIPS),
 for membership in the spans of the first two layers. Ranking by weighted directions and beside known words, the
 likeliest sentence behind noise, pruning and signs, the completion of pruned gradients, the match of the rows of words
-and positions, equations for a token's companions, and the subtraction of recovered sentences from a batch's gradient are our
-own.
+and positions, equations for a token's companions, and the subtraction of recovered sentences from a batch's gradient
+are our own.
 """
 
 from __future__ import annotations
