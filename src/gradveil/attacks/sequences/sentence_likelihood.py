@@ -203,7 +203,7 @@ class SentenceLikelihood:
         return found.masked_fill(~usable, -torch.inf)
 
     def _of_rows(self, words: Tensor) -> Tensor:
-        return torch.zeros(len(words)) if self.rows is None else self.rows.log_likelihoods(words)
+        return torch.zeros_like(words[:, 0]) if self.rows is None else self.rows.log_likelihoods(words)
 
     def log_priors(self, words: Tensor) -> Tensor:
         """Return the log prior [N] of sentences [N, T]; without public texts all words are as likely."""
