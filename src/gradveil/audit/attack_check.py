@@ -163,7 +163,7 @@ def _unexplained(row: Row) -> Iterator[str]:
     if end is not None and truth is not None and _exceeds(end, truth, 1e-4 * _unit(row)):
         compared = f"the distance from the update is {number(end)} at the answer and {number(truth)} at the true images"
         if known:
-            yield (f"its prior decides, and not the update: without priors {compared}, so a weaker prior may do better")
+            yield f"its prior decides, and not the update: without priors {compared}, so a weaker prior may do better"
         else:
             yield f"its answer explains the update worse than the true images do: {compared}, so a search may do better"
     end, truth = row.health("layers"), row.health("layers_truth")

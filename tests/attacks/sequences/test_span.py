@@ -391,3 +391,14 @@ def test_a_text_of_one_word_without_marks_ends_in_an_answer():
     ids[0, 0] = 7
     client, observation = seen(encoder(), ids, torch.tensor([1]))
     assert SpanAttack()([observation], client, Knowledge(space, 2), Key(0)).inputs.shape == (1, 1, LENGTH)
+
+
+def test_noise_on_words_alone_leaves_the_errors_of_positions_exact():
+    ids = torch.tensor([[1, 30, 31, 32, 30, 33, 34, 35, 31, 2, 0, 0]])
+    client, observation = seen(encoder(), ids, torch.tensor([1]))
+    update = {name: value[0] for name, value in observation.update.items()}
+    words = update["words.weight"]
+    update["words.weight"] = words + 1e-3 * torch.randn(words.shape, generator=torch.Generator().manual_seed(0))
+    likelihood = row_likelihood(update, client.model.layout, LENGTH)
+    assert torch.isfinite(likelihood.used).all()
+    assert likelihood.exchanged(ids[0, :10], 6, torch.arange(WORDS)).argmax() == 34

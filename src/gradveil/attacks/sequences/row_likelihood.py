@@ -215,12 +215,13 @@ def row_likelihood(update: Mapping[str, Tensor], layout: TokenLayout, length: in
         least = _least(rows)
         size = float(table[table != 0].square().mean().sqrt())
         return SentRows(table, read, (read == 0) * least**2 / 3, _sent(read), _least(table), size)
-    if is_pruned([table]) or is_pruned([read]):
+    if not bool(read.any()) or is_pruned([table]) or is_pruned([read[read.any(1)]]):
         return None
     noise = float(table.square().mean(1).median())
     # Rows behind the longest text hold noise alone. Where there is none, the noise of words is taken for theirs.
     behind = rows[length:].square().mean(1)
     others = float(behind.mean()) if len(behind) else min(noise, float(read.square().mean(1).min()))
+    others = max(others, _ROUNDING**2 * float(read.square().mean()))  # positions may have no noise
     signal = (read.square().mean(1, keepdim=True) - others).clamp_min(0)
     kept = signal / (signal + others)
     width = table.shape[1]

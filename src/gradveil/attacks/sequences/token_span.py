@@ -26,7 +26,6 @@ _COMPLETIONS, _FEW_COMPLETIONS = 40, 3
 """Fits of both factors of a pruned gradient; where what was sent leaves them open, more fits lead away."""
 _RIDGE, _OPEN_RIDGE = 1e-6, 1e-4
 """Ridge of a row's coefficients, relative to its squares: where it has more entries than coefficients, and else."""
-"""Share of a fit's squares that keeps it definite."""
 _SIGNS = 0.999
 """Least share of the largest magnitude that every entry of signs has."""
 _FIT_STEPS, _FIT_STEP = 100, 0.1

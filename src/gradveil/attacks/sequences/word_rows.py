@@ -27,7 +27,7 @@ class WordRows:
 
     bag: Tensor
     length: int | None
-    """None if the positions were not sent, were pruned away, or are filled by noise."""
+    """None if the positions were not sent, entries of them are missing, or noise fills them."""
     shares: Tensor | None
 
 
