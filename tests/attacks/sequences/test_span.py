@@ -334,6 +334,16 @@ def test_too_few_rows_with_more_entries_than_tokens_tell_no_sentences_apart() ->
     assert entry_rows([rows], 7, signs=False) is not None
 
 
+def test_rows_of_signs_that_follow_from_each_other_count_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    few, inputs = torch.randn(5, 12, generator=generator), torch.randn(12, 64, generator=generator)
+    factors = torch.randn(200, 1, generator=generator)
+    copies = factors * few[torch.arange(200) % 5] @ inputs
+    assert entry_rows([copies], 12, signs=True).shape == (5, 64)  # type: ignore[union-attr]
+    apart = torch.randn(200, 64, generator=generator)
+    assert len(entry_rows([apart], 12, signs=True)) == 200  # type: ignore[arg-type]
+
+
 def sent(update, kind, seed=0):
     """Return an update of which the largest tenth, the signs, or noisy values were sent, tensor by tensor."""
     generator = torch.Generator().manual_seed(seed)

@@ -22,6 +22,10 @@ from gradveil.attacks.sequences.sentence_likelihood import SentenceLikelihood
 
 _ROWS, _ROUGH_ROWS = 600, 128
 """Rows that are fitted: for single sentences, and where many are compared."""
+_COMPARED = 3000
+"""Most rows that are compared with each other."""
+_ALIKE = 0.7
+"""Share of signs that agree, less those that differ, above which two rows count as one."""
 _SPARE = 4
 """Entries that a row must have besides one for each token of the longest sentence."""
 _LEAST_ROWS = 64
@@ -75,7 +79,7 @@ class EntryLikelihood(SentenceLikelihood):
 
     @cached_property
     def _rough(self) -> EntryLikelihood:
-        few = _chosen(self.values, _ROUGH_ROWS) if self.signs else self.values[:_ROUGH_ROWS]
+        few = _every(self.values, _ROUGH_ROWS) if self.signs else self.values[:_ROUGH_ROWS]
         return replace(self, values=few)
 
     @cached_property
@@ -194,7 +198,7 @@ def entry_rows(gradients: Sequence[Tensor], longest: int, signs: bool) -> Tensor
     """
     rows = torch.cat([one.float() / one.norm().clamp_min(torch.finfo(one.dtype).tiny) for one in gradients])
     if signs:
-        return _chosen(rows.sign(), _ROWS)
+        return _every(_distinct(_every(rows.sign(), _COMPARED)), _ROWS)
     rows = rows[(rows != 0).sum(1) > longest + _SPARE]
     if len(rows) < _LEAST_ROWS:
         return None
@@ -202,6 +206,20 @@ def entry_rows(gradients: Sequence[Tensor], longest: int, signs: bool) -> Tensor
     return rows / rows.norm(dim=1, keepdim=True)
 
 
-def _chosen(rows: Tensor, most: int) -> Tensor:
+def _distinct(rows: Tensor) -> Tensor:
+    """Leave out rows whose signs are nearly those of another, or the opposite.
+
+    Errors that have few directions make rows that follow from each other. Counted apart they would outweigh all else
+    that is known of the words.
+    """
+    alike = (rows @ rows.T).abs() > _ALIKE * rows.shape[1]
+    kept = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    for row in range(len(rows)):
+        if kept[row]:
+            kept[row + 1 :] &= ~alike[row, row + 1 :]
+    return rows[kept]
+
+
+def _every(rows: Tensor, most: int) -> Tensor:
     """Return every n-th row, at most so many."""
     return rows[:: math.ceil(len(rows) / most)]
