@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -124,6 +124,14 @@ class NoisyRows(RowLikelihood):
 
     noise: float
     """Variance of the noise of an entry of a word's row."""
+    read: Tensor
+    """Rows [P, d] of the positions as they were sent."""
+    others: float
+    """Variance of the noise of an entry of these."""
+    present: Tensor
+    """Log likelihood [W] that a word brings by standing anywhere: unless noise fills all rows, no other was sent."""
+    present_places: Tensor
+    """The same of tokens [P] at the positions."""
 
     @property
     def complete(self) -> bool:
@@ -207,6 +215,12 @@ def row_likelihood(update: Mapping[str, Tensor], layout: TokenLayout, length: in
     table[layout.padding] = 0
     read = rows[:length]
     filled = float(table.any(1).double().mean()) > _FILLED
+    if not filled and all(map(_is_rounded, (table, read))):
+        # Rounding at random is noise with a mean of zero.
+        noise, others = (float(part[part.any(1)].square().mean()) for part in (table, read))
+        found = _noisy(table, read, noise, others)
+        there = _sent(read)
+        return replace(found, used=found.used + there, present=_sent(table), present_places=there)
     if are_signs(table[table != 0]) and are_signs(rows[rows != 0]):
         spread = (read != 0) * (1 - _HALF_NORMAL**2)
         return None if filled else SignRows(table, _HALF_NORMAL * read.sign(), spread, _sent(read))
@@ -222,12 +236,26 @@ def row_likelihood(update: Mapping[str, Tensor], layout: TokenLayout, length: in
     behind = rows[length:].square().mean(1)
     others = float(behind.mean()) if len(behind) else min(noise, float(read.square().mean(1).min()))
     others = max(others, _ROUNDING**2 * float(read.square().mean()))  # positions may have no noise
+    return _noisy(table, read, noise, others)
+
+
+def _noisy(table: Tensor, read: Tensor, noise: float, others: float) -> NoisyRows:
+    """Return the likelihood of rows of words and of positions with noise of these variances."""
     signal = (read.square().mean(1, keepdim=True) - others).clamp_min(0)
     kept = signal / (signal + others)
     width = table.shape[1]
     # A variance that is fitted costs 1 (Akaike).
     used = (width * (signal / others - (1 + signal / others).log()) / 2).squeeze(1) - 1
-    return NoisyRows(table, kept * read, kept * others, used, noise)
+    return NoisyRows(table, kept * read, kept * others, used, noise, read, others, 0 * table[:, 0], 0 * read[:, 0])
+
+
+def _is_rounded(rows: Tensor) -> bool:
+    """Report whether entries are whole multiples of the smallest, many of them none: rounded at random, not pruned."""
+    sent = rows[rows.any(1)].abs()
+    if not len(sent) or not is_pruned([sent]):
+        return False
+    levels = sent / sent[sent > 0].min()
+    return bool((levels - levels.round()).abs().max() < _ROUNDING * levels.max())
 
 
 def _normal(values: Tensor, spread: Tensor | float) -> Tensor:

@@ -3,8 +3,8 @@
 Petrov, Dimitrov, Baader, Müller, Vechev 2024, "DAGER: Exact Gradient Inversion for Large Language Models" (NeurIPS),
 for membership in the spans of the first two layers. Ranking by weighted directions and beside known words, the
 likeliest sentence behind noise, pruning and signs, the completion of pruned gradients, the match of the rows of words
-and positions, equations for a token's companions, and the subtraction of recovered sentences from a batch's gradient
-are our own.
+and positions, by the errors that the model gives tokens too, equations for a token's companions, and the subtraction of
+recovered sentences from a batch's gradient are our own.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstru
 from gradveil.attacks.sequences.adapter_span import adapter_span
 from gradveil.attacks.sequences.entry_likelihood import EntryLikelihood, entry_rows
 from gradveil.attacks.sequences.guessed_tokens import with_guesses
-from gradveil.attacks.sequences.row_likelihood import row_likelihood
+from gradveil.attacks.sequences.row_likelihood import NoisyRows, row_likelihood
 from gradveil.attacks.sequences.sentence_evidence import SentenceEvidence
 from gradveil.attacks.sequences.sentence_likelihood import SentenceLikelihood
 from gradveil.attacks.sequences.sentence_search import MEMBER as SECOND_MEMBER
 from gradveil.attacks.sequences.sentence_search import LogPrior, Sentence, SentenceSearch, distinct
+from gradveil.attacks.sequences.simulated_errors import SimulatedErrors
 from gradveil.attacks.sequences.token_answers import attention_problems, padded, simulated, text_space, token_targets
 from gradveil.attacks.sequences.token_candidates import (
     DROPPED_MEMBER,
@@ -443,7 +444,7 @@ class SpanSearch:
             if likelihood is not None:
                 start = None if likelihood.rows is None else likelihood.by_rows.likeliest()
                 search = self._searching(likelihood.candidates, 1, _RANKED, self.prior)
-                return [search.measured(likelihood.words(likelihood.likeliest(start)))]
+                return [search.measured(self._by_errors(likelihood, likelihood.words(likelihood.likeliest(start))))]
         listed = self.likely(span, self.attack.shortlist)
         search = self._searching(listed, examples, _RANKED, self.prior)
         if self.layout.causal:
@@ -463,6 +464,15 @@ class SpanSearch:
                 return [replace(min(sure, key=cost), proved=True)]
         best = sorted(proposed, key=cost)[: _IMPROVED * examples]
         return distinct(sorted(map(search.improved, best), key=cost), examples)
+
+    def _by_errors(self, likelihood: SentenceLikelihood, words: Tensor) -> Tensor:
+        """Return the likeliest words that are found from a sentence's by the errors that the model gives its tokens."""
+        rows = likelihood.rows
+        if not isinstance(rows, NoisyRows):
+            return words
+        marks = self.space.start, self.space.end, self.space.padding
+        errors = SimulatedErrors(self.simulated_client, self.params, rows, likelihood.log_priors, *marks)
+        return errors.likeliest(words, self.knowledge.classes)
 
     def _likelihood(self, span: TokenSpan) -> SentenceLikelihood | None:
         """Return how likely sentences make the first layer's gradient; None where that is not known."""
