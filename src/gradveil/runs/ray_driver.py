@@ -30,7 +30,8 @@ _AHEAD = 8
 """Number of pieces that an actor may send ahead of the reader."""
 _KNOCK_SECONDS = 30.0
 _ROOM_SECONDS = 60.0
-_LOOK_SECONDS = 0.2
+# Ray waits for minutes for a process that started and was killed between two looks.
+_LOOK_SECONDS = 0.05
 _STARTING = b"default_worker.py"
 """Part of a worker process's command line until Ray registers and renames it."""
 _SITE = ("opener", "setting", "threads")
