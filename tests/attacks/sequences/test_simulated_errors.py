@@ -47,7 +47,7 @@ def test_the_true_sentence_is_found_from_a_wrong_one(change: str) -> None:
         start = torch.cat([TRUTH[:4], torch.tensor([200]), TRUTH[4:]])
     else:
         start[5] = 200
-    assert torch.equal(errors.likeliest(start, 2), TRUTH)
+    assert torch.equal(errors.likeliest(start, range(2)), TRUTH)
 
 
 def test_errors_that_the_model_does_not_have_change_nothing() -> None:
@@ -56,13 +56,13 @@ def test_errors_that_the_model_does_not_have_change_nothing() -> None:
     other = initialise(small_encoder(vocabulary=WORDS, length=LENGTH, width=96), torch.Generator().manual_seed(1))
     start = TRUTH.flip(0)
     start[[0, -1]] = start[[-1, 0]]
-    assert torch.equal(simulated(other, update).likeliest(start, 2), start)
+    assert torch.equal(simulated(other, update).likeliest(start, range(2)), start)
 
 
 @pytest.mark.parametrize("words", [[1, 2], [1, 7, 2], [1, 7, 7, 7, 7, 2]])
 def test_short_sentences_and_those_of_one_word_stay(words: list[int]) -> None:
     truth = torch.tensor(words)
-    assert torch.equal(simulated(*sent(truth, 0.02)).likeliest(truth, 2), truth)
+    assert torch.equal(simulated(*sent(truth, 0.02)).likeliest(truth, range(2)), truth)
 
 
 def test_words_are_read_where_entries_were_rounded_at_random() -> None:
@@ -75,6 +75,6 @@ def test_words_are_read_where_entries_were_rounded_at_random() -> None:
         drawn = torch.rand(value.shape, generator=generator) < value.abs() / top
         update[name] = torch.where(drawn, top * value.sign(), 0.0)
     start = torch.tensor([1, 200, 201, 202, 2])
-    found = simulated(model, update).likeliest(start, 2)
+    found = simulated(model, update).likeliest(start, range(2))
     assert len(found) == len(truth)
     assert set(truth.tolist()) <= set(found.tolist())

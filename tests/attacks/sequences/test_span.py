@@ -8,8 +8,9 @@ import torch
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.protocol import Observation
 from gradveil.attacks.sequences.entry_likelihood import EntryLikelihood, entry_rows
-from gradveil.attacks.sequences.row_likelihood import row_likelihood
+from gradveil.attacks.sequences.row_likelihood import _variances, row_likelihood
 from gradveil.attacks.sequences.sentence_search import Sentence
+from gradveil.attacks.sequences.simulated_errors import SimulatedErrors
 from gradveil.attacks.sequences.span_attack import SpanAttack, SpanSearch
 from gradveil.attacks.sequences.token_candidates import beside_known, rank_words
 from gradveil.attacks.sequences.token_span import NoisySpan, TokenSpan, token_span
@@ -345,17 +346,19 @@ def test_rows_of_signs_that_follow_from_each_other_count_once() -> None:
 
 
 def sent(update, kind, seed=0):
-    """Return an update of which the largest tenth, the signs, or noisy values were sent, tensor by tensor."""
+    """Return an update of which the largest tenth, the signs, or noisy values were sent, tensor by tensor, or two."""
     generator = torch.Generator().manual_seed(seed)
-    if kind == "signs":
-        return {name: value.sign() for name, value in update.items()}
+    if "noise" in kind:
+        update = {n: v + 2e-3 * torch.randn(v.shape, generator=generator) for n, v in update.items()}
     if kind == "noise":
-        return {n: v + 2e-3 * torch.randn(v.shape, generator=generator) for n, v in update.items()}
+        return update
+    if "signs" in kind:
+        return {name: value.sign() for name, value in update.items()}
     least = {name: value.abs().flatten().quantile(0.9) for name, value in update.items()}
     return {name: torch.where(value.abs() >= least[name], value, 0.0) for name, value in update.items()}
 
 
-@pytest.mark.parametrize("kind", ["pruning", "signs", "noise"])
+@pytest.mark.parametrize("kind", ["pruning", "signs", "noise", "pruning of noise", "signs of noise"])
 def test_the_rows_of_words_and_positions_show_where_words_stand(kind):
     """The row of each word is that of its position, and the sum of those of all its positions."""
     ids = torch.tensor([[1, 30, 31, 32, 30, 33, 34, 35, 31, 2, 0, 0]])
@@ -374,6 +377,27 @@ def test_the_rows_of_words_and_positions_show_where_words_stand(kind):
         [replace(observation, update=update)], client, Knowledge(SPACE, 2), Key(0)
     )
     assert torch.equal(result.inputs[0], ids)
+
+
+def test_the_variance_of_numbers_is_read_off_the_large_ones():
+    rows = (
+        torch.randn(4, 20_000, generator=torch.Generator().manual_seed(0)).double() * torch.tensor([[0.6, 1, 2, 9]]).T
+    )
+    found = _variances(torch.where(rows.abs() > 1.5, rows, 0.0), 1.5)
+    assert found.sqrt().tolist() == pytest.approx([0.6, 1, 2, 9], rel=0.03)
+
+
+def test_the_label_of_a_sentence_is_the_one_that_was_granted(monkeypatch):
+    ids = torch.tensor([[1, 30, 31, 32, 30, 33, 34, 35, 31, 2, 0, 0]])
+    client, observation = seen(encoder(), ids, torch.tensor([1]))
+    tried = list[list[int]]()
+    monkeypatch.setattr(
+        SimulatedErrors, "likeliest", lambda self, words, labels: (tried.append(list(labels)), words)[1]
+    )
+    for targets in (None, torch.tensor([[1]])):
+        known = Knowledge(SPACE, 2, targets=targets)
+        SpanAttack(ranked=True)([replace(observation, update=sent(observation.update, "noise"))], client, known, Key(0))
+    assert tried == [[0, 1], [1]]
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -2,7 +2,7 @@
 
 The row of a position is the error of its token, and the row of a word the sum of the errors where it stands. What was
 sent of a position's row leaves a normal error with a mean and a variance. So each word's row is likely with the right
-positions alone: behind noise, where entries were dropped, and where signs were sent.
+positions alone: behind noise, where entries were dropped, and where signs were sent, of noisy rows, too.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ _ODD = 0.01
 """Share of entries that are not as they should be."""
 _FILLED = 0.9
 """Share of rows that are not zero above which noise fills the table."""
+_SIGNALS = tuple(2.0**exponent for exponent in range(-6, 7))
+"""Variances of the signal behind signs that are tried, in units of the noise's."""
+_FITS = 200
+"""Fits of the variance of entries of which small ones are missing."""
 _HALF_NORMAL = math.sqrt(2 / math.pi)
 """Mean of the absolute value of a standard normal number; its variance is 1 less the square of this."""
 
@@ -158,6 +162,8 @@ class SentRows(RowLikelihood):
     """Size below which entries were dropped."""
     size: float
     """Root mean square of the entries that were sent."""
+    noise: float
+    """Variance of the noise of an entry of a word's row, before entries were dropped."""
 
     @property
     def complete(self) -> bool:
@@ -169,7 +175,7 @@ class SentRows(RowLikelihood):
         sent, odd = rows != 0, _normal(rows, self.size)
         found = []
         for mean, variance in zip(means, variances, strict=True):
-            spread = (variance + (_ROUNDING * self.size) ** 2).sqrt()
+            spread = (variance + self.noise).sqrt()
             value = _normal(rows - mean, spread)
             least = max(self.least, _SURELY * _ROUNDING * self.size)
             low, high = ((torch.special.ndtr((side * least - mean) / spread)) for side in (-1, 1))
@@ -180,6 +186,15 @@ class SentRows(RowLikelihood):
     def free(self, rows: Tensor) -> Tensor:
         """Return the log densities [N] of rows whose entries may have any value."""
         return torch.where(rows != 0, _normal(rows, self.size).log(), 0.0).sum(1)
+
+
+@dataclass(frozen=True)
+class NoisySentRows(SentRows):
+    """The likelihood of rows with normal noise, of which some entries were dropped."""
+
+    def free(self, rows: Tensor) -> Tensor:
+        """Return the log densities [N] of rows whose entries have the variance that suits them best."""
+        return _sent_density(rows, _variances(rows, self.least).clamp_min(self.noise), self.least)
 
 
 @dataclass(frozen=True)
@@ -198,6 +213,27 @@ class SignRows(RowLikelihood):
             without = torch.where(rows == 0, 1 - _ODD, _ODD / 2)
             found.append(torch.where(tokens > 0, of_token, without).log().sum(1))
         return torch.stack(found)
+
+    def free(self, rows: Tensor) -> Tensor:
+        """Return the log densities [N] of rows whose signs are as likely as not."""
+        return (rows != 0).sum(1) * math.log(0.5)
+
+
+@dataclass(frozen=True)
+class NoisySignRows(RowLikelihood):
+    """The likelihood of signs of rows with normal noise; errors are in units of its deviation."""
+
+    @property
+    def complete(self) -> bool:
+        """Report that noise fills the rows of all words."""
+        return False
+
+    def densities(self, rows: Tensor, means: Tensor, variances: Tensor) -> Tensor:
+        """Return the log densities [M, N] of rows whose errors have these means and variances [M, d]."""
+        above = means / (variances + 1).sqrt()
+        up, down = (torch.special.log_ndtr(side * above) for side in (1, -1))
+        sent = rows.sign()
+        return (up + down) @ sent.abs().T / 2 + (up - down) @ sent.T / 2
 
     def free(self, rows: Tensor) -> Tensor:
         """Return the log densities [N] of rows whose signs are as likely as not."""
@@ -223,14 +259,18 @@ def row_likelihood(update: Mapping[str, Tensor], layout: TokenLayout, length: in
         return replace(found, used=found.used + there, present=_sent(table), present_places=there)
     if are_signs(table[table != 0]) and are_signs(rows[rows != 0]):
         spread = (read != 0) * (1 - _HALF_NORMAL**2)
-        return None if filled else SignRows(table, _HALF_NORMAL * read.sign(), spread, _sent(read))
+        half = SignRows(table, _HALF_NORMAL * read.sign(), spread, _sent(read))
+        return _noisy_signs(half) if filled else half
     if not filled:
         # What was not sent of a position's row lies evenly between the bounds.
         least = _least(rows)
         size = float(table[table != 0].square().mean().sqrt())
-        return SentRows(table, read, (read == 0) * least**2 / 3, _sent(read), _least(table), size)
-    if not bool(read.any()) or is_pruned([table]) or is_pruned([read[read.any(1)]]):
+        missing = (read == 0) * least**2 / 3
+        return SentRows(table, read, missing, _sent(read), _least(table), size, (_ROUNDING * size) ** 2)
+    if not bool(read.any()):
         return None
+    if is_pruned([table]) or is_pruned([read[read.any(1)]]):
+        return _noisy_sent(table, read)
     noise = float(table.square().mean(1).median())
     # Rows behind the longest text hold noise alone. Where there is none, the noise of words is taken for theirs.
     behind = rows[length:].square().mean(1)
@@ -247,6 +287,70 @@ def _noisy(table: Tensor, read: Tensor, noise: float, others: float) -> NoisyRow
     # A variance that is fitted costs 1 (Akaike).
     used = (width * (signal / others - (1 + signal / others).log()) / 2).squeeze(1) - 1
     return NoisyRows(table, kept * read, kept * others, used, noise, read, others, 0 * table[:, 0], 0 * read[:, 0])
+
+
+def _noisy_sent(table: Tensor, read: Tensor) -> NoisySentRows:
+    """Return the likelihood of rows of words and of positions with noise, of which small entries were dropped."""
+    least, least_read = (float(part[part != 0].abs().min()) for part in (table, read))
+    # Few rows are of words in the sentence: those with the most.
+    alone = table[table.square().sum(1).argsort()[: max(1, len(table) - len(read))]]
+    noise = float(_variances(alone.flatten().unsqueeze(0), least))
+    whole = _variances(read, least_read).unsqueeze(1).clamp_min(noise)
+    kept = (whole - noise) / whole
+    missing = (read == 0) * kept.square() * _inner(whole, least_read)
+    # A variance that is fitted costs 1 (Akaike).
+    used = _sent_density(read, whole.squeeze(1), least_read) - 1
+    used = used - _sent_density(read, torch.full_like(used, noise), least_read)
+    size = float(table[table != 0].square().mean().sqrt())
+    return NoisySentRows(table, kept * read, kept * noise + missing, used, least, size, noise)
+
+
+def _noisy_signs(half: SignRows) -> NoisySignRows:
+    """Return the likelihood of signs with noise; the signal of a position is the one that explains a word best.
+
+    Signs have no size, so that the signal is in units of the noise, which rows of positions and of words share.
+    """
+    used = -torch.ones_like(half.used)  # a variance that is fitted costs 1 (Akaike)
+    nothing = torch.full_like(used, -torch.inf)
+    best, most = NoisySignRows(half.table, half.errors, half.variances, used), nothing
+    rows = half.table[half.table.any(1)]
+    for signal in _SIGNALS:
+        # The mean and the variance of a normal number of this variance, given the sign of it and noise.
+        means = half.errors * signal / math.sqrt(signal + 1)
+        variances = signal - means.square()
+        found = best.densities(rows, means, variances).logsumexp(1)
+        better = (found > most).unsqueeze(1)
+        most = torch.maximum(most, found)
+        best = replace(
+            best,
+            errors=torch.where(better, means, best.errors),
+            variances=torch.where(better, variances, best.variances),
+        )
+    return best
+
+
+def _variances(rows: Tensor, least: float) -> Tensor:
+    """Return the likeliest variances [N] of normal entries of rows [N, d], of which smaller ones are missing."""
+    squares, missing = rows.square().mean(1), (rows == 0).double().mean(1)
+    variances = squares + missing * least**2 / 3
+    for _ in range(_FITS):
+        variances = squares + missing * _inner(variances, least)
+    return variances
+
+
+def _inner(variances: Tensor, least: float) -> Tensor:
+    """Return the variances of normal numbers given that they are smaller than that."""
+    edge = least / variances.clamp_min(torch.finfo(variances.dtype).tiny).sqrt()
+    inside = torch.special.erf(edge / math.sqrt(2))
+    return variances * (1 - 2 * edge * _normal(edge, 1.0) / inside)
+
+
+def _sent_density(rows: Tensor, variances: Tensor, least: float) -> Tensor:
+    """Return the log densities [N] of normal entries of rows [N, d] with variances [N], of which small are missing."""
+    spread = variances.sqrt().unsqueeze(1)
+    inside = torch.special.erf(least / spread / math.sqrt(2))
+    sent = -(rows / spread).square() / 2 - spread.log() - math.log(2 * math.pi) / 2
+    return torch.where(rows != 0, sent, inside.log()).sum(1)
 
 
 def _is_rounded(rows: Tensor) -> bool:

@@ -7,7 +7,7 @@ same sum, they place words that occur several times, and they show how many toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -82,9 +82,9 @@ class SimulatedErrors:
     padding: int
     label: int = field(default=0, kw_only=True)
 
-    def likeliest(self, words: Tensor, classes: int) -> Tensor:
-        """Return the likeliest sentence that is found from one, of the label that explains that one best."""
-        labelled = [replace(self, label=label) for label in range(classes)]
+    def likeliest(self, words: Tensor, labels: Iterable[int]) -> Tensor:
+        """Return the likeliest sentence that is found from one, of that of some labels which explains that one best."""
+        labelled = [replace(self, label=label) for label in labels]
         best = max(labelled, key=lambda one: float(one.log_posteriors(words.unsqueeze(0))))
         found = best._improved(words)
         return found if best._fits(found) else words

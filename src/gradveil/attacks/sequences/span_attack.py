@@ -22,7 +22,7 @@ from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstru
 from gradveil.attacks.sequences.adapter_span import adapter_span
 from gradveil.attacks.sequences.entry_likelihood import EntryLikelihood, entry_rows
 from gradveil.attacks.sequences.guessed_tokens import with_guesses
-from gradveil.attacks.sequences.row_likelihood import NoisyRows, row_likelihood
+from gradveil.attacks.sequences.row_likelihood import NoisyRows, NoisySentRows, NoisySignRows, row_likelihood
 from gradveil.attacks.sequences.sentence_evidence import SentenceEvidence
 from gradveil.attacks.sequences.sentence_likelihood import SentenceLikelihood
 from gradveil.attacks.sequences.sentence_search import MEMBER as SECOND_MEMBER
@@ -472,21 +472,24 @@ class SpanSearch:
             return words
         marks = self.space.start, self.space.end, self.space.padding
         errors = SimulatedErrors(self.simulated_client, self.params, rows, likelihood.log_priors, *marks)
-        return errors.likeliest(words, self.knowledge.classes)
+        granted = self.knowledge.targets
+        labels = range(self.knowledge.classes) if granted is None else granted[self.client].tolist()
+        return errors.likeliest(words, labels)
 
     def _likelihood(self, span: TokenSpan) -> SentenceLikelihood | None:
         """Return how likely sentences make the first layer's gradient; None where that is not known."""
         gradients = [value[0] for value in self.layout.gradients({n: v.unsqueeze(0) for n, v in self.rest.items()}, 0)]
         signs = bool(gradients) and all(map(are_signs, gradients))
         noisy = isinstance(span, NoisySpan) and span.noisy
-        entries = None
-        # A causal text's last word predicts nothing, and leaves no entry that tells it.
-        if not noisy and not self.layout.causal and gradients and (signs or is_pruned(gradients)):
-            entries = entry_rows(gradients, self.longest, signs)
         rows = None
         # Dropout alone leaves an exact span, whose members are proved one by one.
         if self.attack.rows and (signs or not span.exact or is_pruned(gradients)):
             rows = row_likelihood(self.rest, self.layout, self.longest)
+        entries = None
+        # A causal text's last word predicts nothing, and leaves no entry that tells it. Noise breaks the equations.
+        if not noisy and not self.layout.causal and gradients and (signs or is_pruned(gradients)):
+            noise = isinstance(rows, NoisySignRows | NoisySentRows)
+            entries = None if noise else entry_rows(gradients, self.longest, signs)
         if not noisy and entries is None and rows is None:
             return None
         listed = self.likely(span, _MANY_WORDS, every=rows is not None and not rows.complete)

@@ -142,12 +142,13 @@ def beside_known(
 
 
 def _standardised(residuals: Tensor) -> Tensor:
-    """Return residuals [P, m] with mean 0 and deviation 1 in each position; infinite ones stay so."""
-    usable = torch.isfinite(residuals)
-    spread = torch.stack(
-        [torch.stack((row[some].mean(), row[some].std())) for row, some in zip(residuals, usable, strict=True)]
-    )
-    return (residuals - spread[:, :1]) / spread[:, 1:].clamp_min(torch.finfo(residuals.dtype).tiny)
+    """Return residuals [P, m] with mean 0 and deviation 1 in each position; infinite ones, and single ones, stay so."""
+    scores = residuals.clone()
+    for row, some in zip(scores, torch.isfinite(residuals), strict=True):
+        if int(some.sum()) > 1:
+            usable = row[some]
+            row[some] = (usable - usable.mean()) / usable.std().clamp_min(torch.finfo(row.dtype).tiny)
+    return scores
 
 
 @torch.no_grad()
