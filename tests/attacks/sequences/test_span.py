@@ -379,6 +379,17 @@ def test_the_rows_of_words_and_positions_show_where_words_stand(kind):
     assert torch.equal(result.inputs[0], ids)
 
 
+@pytest.mark.parametrize("kind", ["pruning", "signs", "noise", "pruning of noise", "signs of noise"])
+def test_numbers_that_are_none_end_in_an_answer(kind):
+    ids = torch.tensor([[1, 30, 31, 32, 30, 2, 0, 0, 0, 0, 0, 0]])
+    client, observation = seen(encoder(), ids, torch.tensor([1]))
+    update = sent(observation.update, kind)
+    for name in ("words.weight", "positions.weight", "blocks.0.attention.query.weight"):
+        update[name][0, 0, 7] = torch.nan
+    result = SpanAttack(ranked=True)([replace(observation, update=update)], client, Knowledge(SPACE, 2), Key(0))
+    assert result.inputs.shape == (1, 1, LENGTH)
+
+
 def test_the_variance_of_numbers_is_read_off_the_large_ones():
     rows = (
         torch.randn(4, 20_000, generator=torch.Generator().manual_seed(0)).double() * torch.tensor([[0.6, 1, 2, 9]]).T

@@ -215,7 +215,7 @@ class SpanSearch:
         read = {f"{name}.weight" for name in self._read()} | {f"{self.layout.head}.bias"}
         adapted = tuple(f"{path.format(layer)}.lora_" for layer in (0, 1) for path in self.layout.attention)
         names = [name for name in self.seen.update if name in read or name.startswith(adapted)]
-        self.rest = {name: self.seen.update[name][self.client] for name in names}
+        self.rest = {name: self.seen.update[name][self.client].nan_to_num(0, 0, 0) for name in names}
 
     def _read(self) -> Iterator[str]:
         """Name the modules whose gradients are read: embeddings, attention of two layers, and the perceptron."""
