@@ -8,7 +8,7 @@ import torch
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.protocol import Observation
 from gradveil.attacks.sequences.entry_likelihood import EntryLikelihood, entry_rows
-from gradveil.attacks.sequences.row_likelihood import _variances, row_likelihood
+from gradveil.attacks.sequences.row_likelihood import NoisySentRows, _variances, row_likelihood
 from gradveil.attacks.sequences.sentence_search import Sentence
 from gradveil.attacks.sequences.simulated_errors import SimulatedErrors
 from gradveil.attacks.sequences.span_attack import SpanAttack, SpanSearch
@@ -394,8 +394,39 @@ def test_the_variance_of_numbers_is_read_off_the_large_ones():
     rows = (
         torch.randn(4, 20_000, generator=torch.Generator().manual_seed(0)).double() * torch.tensor([[0.6, 1, 2, 9]]).T
     )
-    found = _variances(torch.where(rows.abs() > 1.5, rows, 0.0), 1.5)
+    found = _variances(torch.where(rows.abs() > 1.5, rows, 0.0), 1.5, 36)
     assert found.sqrt().tolist() == pytest.approx([0.6, 1, 2, 9], rel=0.03)
+
+
+def test_rows_that_dual_pruning_left_empty_are_those_of_words_where_there_is_noise():
+    """The largest entries were dropped, so that the rows of a sentence have the fewest."""
+    ids = torch.tensor([[1, 30, 31, 32, 30, 33, 34, 35, 31, 2, 0, 0]])
+    client, observation = seen(encoder(), ids, torch.tensor([1]))
+    update = {}
+    for name, value in sent(observation.update, "noise").items():
+        low, high = value.abs().flatten().quantile(torch.tensor([0.75, 0.95]))
+        update[name] = torch.where((value.abs() >= low) & (value.abs() <= high), value, 0.0)
+    likelihood = row_likelihood({n: v[0] for n, v in update.items()}, client.model.layout, LENGTH)
+    assert isinstance(likelihood, NoisySentRows)
+    assert (likelihood.used[:10] > 10).all()
+    assert (likelihood.used[10:] < 3).all()
+    truth = ids[:, :10]
+    swapped, shorter = truth.clone(), truth[:, :9]
+    swapped[0, 3], swapped[0, 5] = 33, 32
+    best, *wrong = (float(likelihood.log_likelihoods(one)) for one in (truth, swapped, shorter))
+    assert max(wrong) < best
+
+
+def test_noise_of_which_few_rows_were_sent_is_no_sentence():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.tensor([[1, 30, 31, 32, 30, 33, 34, 35, 31, 2, 0, 0]])
+    client, observation = seen(encoder(), ids, torch.tensor([1]))
+    update = {n: v + 2e-3 * torch.randn(v.shape, generator=generator) for n, v in observation.update.items()}
+    least = {name: value.abs().flatten().quantile(0.98) for name, value in update.items()}
+    update = {name: torch.where(value.abs() >= least[name], value, 0.0) for name, value in update.items()}
+    rows = {n: v[0] for n, v in update.items()}
+    assert LENGTH < int(rows["words.weight"].any(1).sum()) < 0.9 * WORDS
+    assert isinstance(row_likelihood(rows, client.model.layout, LENGTH), NoisySentRows)
 
 
 def test_the_label_of_a_sentence_is_the_one_that_was_granted(monkeypatch):

@@ -25,12 +25,12 @@ _SURELY = 6.0
 """Standard deviations of rounding below which a number is zero."""
 _ODD = 0.01
 """Share of entries that are not as they should be."""
-_FILLED = 0.9
-"""Share of rows that are not zero above which noise fills the table."""
 _SIGNALS = tuple(2.0**exponent for exponent in range(-6, 7))
 """Variances of the signal behind signs that are tried, in units of the noise's."""
 _FITS = 200
 """Fits of the variance of entries of which small ones are missing."""
+_FILLED = 0.9
+"""Share of rows that are not zero above which rounding at random hides which words were sent."""
 _HALF_NORMAL = math.sqrt(2 / math.pi)
 """Mean of the absolute value of a standard normal number; its variance is 1 less the square of this."""
 
@@ -177,9 +177,7 @@ class SentRows(RowLikelihood):
         for mean, variance in zip(means, variances, strict=True):
             spread = (variance + self.noise).sqrt()
             value = _normal(rows - mean, spread)
-            least = max(self.least, _SURELY * _ROUNDING * self.size)
-            low, high = ((torch.special.ndtr((side * least - mean) / spread)) for side in (-1, 1))
-            mixed = torch.where(sent, (1 - _ODD) * value + _ODD * odd, (1 - _ODD) * (high - low) + _ODD)
+            mixed = torch.where(sent, (1 - _ODD) * value + _ODD * odd, (1 - _ODD) * self._missing(mean, spread) + _ODD)
             found.append(mixed.clamp_min(torch.finfo(mixed.dtype).tiny).log().sum(1))
         return torch.stack(found)
 
@@ -187,14 +185,25 @@ class SentRows(RowLikelihood):
         """Return the log densities [N] of rows whose entries may have any value."""
         return torch.where(rows != 0, _normal(rows, self.size).log(), 0.0).sum(1)
 
+    def _missing(self, mean: Tensor, spread: Tensor) -> Tensor:
+        """Return the probabilities [d] that entries were dropped."""
+        return _within(max(self.least, _SURELY * _ROUNDING * self.size), mean, spread)
+
 
 @dataclass(frozen=True)
 class NoisySentRows(SentRows):
-    """The likelihood of rows with normal noise, of which some entries were dropped."""
+    """The likelihood of rows with normal noise, of which small entries were dropped, and maybe large ones."""
+
+    most: float
+    """Size above which entries were dropped, if any were."""
 
     def free(self, rows: Tensor) -> Tensor:
         """Return the log densities [N] of rows whose entries have the variance that suits them best."""
-        return _sent_density(rows, _variances(rows, self.least).clamp_min(self.noise), self.least)
+        bounds = self.least, self.most
+        return _sent_density(rows, _variances(rows, *bounds).clamp_min(self.noise), *bounds)
+
+    def _missing(self, mean: Tensor, spread: Tensor) -> Tensor:
+        return _within(self.least, mean, spread) + 1 - _within(self.most, mean, spread)
 
 
 @dataclass(frozen=True)
@@ -250,8 +259,9 @@ def row_likelihood(update: Mapping[str, Tensor], layout: TokenLayout, length: in
     table, rows = table.double().nan_to_num(0, 0, 0).clone(), rows.double().nan_to_num(0, 0, 0)[layout.offset :]
     table[layout.padding] = 0
     read = rows[:length]
-    filled = float(table.any(1).double().mean()) > _FILLED
-    if not filled and all(map(_is_rounded, (table, read))):
+    # A sentence has no more words than positions.
+    filled = int(table.any(1).sum()) > len(rows)
+    if float(table.any(1).double().mean()) <= _FILLED and all(map(_is_rounded, (table, read))):
         # Rounding at random is noise with a mean of zero.
         noise, others = (float(part[part.any(1)].square().mean()) for part in (table, read))
         found = _noisy(table, read, noise, others)
@@ -290,19 +300,19 @@ def _noisy(table: Tensor, read: Tensor, noise: float, others: float) -> NoisyRow
 
 
 def _noisy_sent(table: Tensor, read: Tensor) -> NoisySentRows:
-    """Return the likelihood of rows of words and of positions with noise, of which small entries were dropped."""
-    least, least_read = (float(part[part != 0].abs().min()) for part in (table, read))
+    """Return the likelihood of rows of words and of positions with noise, of which entries were dropped by size."""
+    least, most = _bounds(table)
     # Few rows are of words in the sentence: those with the most.
     alone = table[table.square().sum(1).argsort()[: max(1, len(table) - len(read))]]
-    noise = float(_variances(alone.flatten().unsqueeze(0), least))
-    whole = _variances(read, least_read).unsqueeze(1).clamp_min(noise)
-    kept = (whole - noise) / whole
-    missing = (read == 0) * kept.square() * _inner(whole, least_read)
+    noise = float(_variances(alone.flatten().unsqueeze(0), least, most))
+    bounds = _bounds(read)
+    whole = _variances(read, *bounds).clamp_min(noise)
     # A variance that is fitted costs 1 (Akaike).
-    used = _sent_density(read, whole.squeeze(1), least_read) - 1
-    used = used - _sent_density(read, torch.full_like(used, noise), least_read)
+    used = _sent_density(read, whole, *bounds) - _sent_density(read, torch.full_like(whole, noise), *bounds) - 1
+    kept = ((whole - noise) / whole).unsqueeze(1)
+    missing = (read == 0) * kept.square() * _dropped(whole, *bounds).unsqueeze(1)
     size = float(table[table != 0].square().mean().sqrt())
-    return NoisySentRows(table, kept * read, kept * noise + missing, used, least, size, noise)
+    return NoisySentRows(table, kept * read, kept * noise + missing, used, least, size, noise, most)
 
 
 def _noisy_signs(half: SignRows) -> NoisySignRows:
@@ -329,28 +339,49 @@ def _noisy_signs(half: SignRows) -> NoisySignRows:
     return best
 
 
-def _variances(rows: Tensor, least: float) -> Tensor:
-    """Return the likeliest variances [N] of normal entries of rows [N, d], of which smaller ones are missing."""
-    squares, missing = rows.square().mean(1), (rows == 0).double().mean(1)
-    variances = squares + missing * least**2 / 3
-    for _ in range(_FITS):
-        variances = squares + missing * _inner(variances, least)
-    return variances
+def _bounds(rows: Tensor) -> tuple[float, float]:
+    """Return the sizes of the smallest and the largest entry that was sent."""
+    sent = rows[rows != 0].abs()
+    return float(sent.min()), float(sent.max())
 
 
-def _inner(variances: Tensor, least: float) -> Tensor:
-    """Return the variances of normal numbers given that they are smaller than that."""
-    edge = least / variances.clamp_min(torch.finfo(variances.dtype).tiny).sqrt()
-    inside = torch.special.erf(edge / math.sqrt(2))
-    return variances * (1 - 2 * edge * _normal(edge, 1.0) / inside)
+def _variances(rows: Tensor, least: float, most: float) -> Tensor:
+    """Return the likeliest variances [N] of normal entries of rows [N, d], of which those between two sizes were sent.
+
+    Rows of which little was sent may have small entries, or large ones.
+    """
+    best, most_likely = rows.new_zeros(len(rows)), rows.new_full((len(rows),), -torch.inf)
+    for step in range(_FITS + 1):
+        # From a sixth of the smallest to the largest size, in equal steps of the logarithm.
+        tried = torch.full_like(best, (least / 6 * (6 * most / least) ** (step / _FITS)) ** 2)
+        found = _sent_density(rows, tried, least, most)
+        best = torch.where(found > most_likely, tried, best)
+        most_likely = torch.maximum(most_likely, found)
+    return best
 
 
-def _sent_density(rows: Tensor, variances: Tensor, least: float) -> Tensor:
-    """Return the log densities [N] of normal entries of rows [N, d] with variances [N], of which small are missing."""
-    spread = variances.sqrt().unsqueeze(1)
-    inside = torch.special.erf(least / spread / math.sqrt(2))
-    sent = -(rows / spread).square() / 2 - spread.log() - math.log(2 * math.pi) / 2
-    return torch.where(rows != 0, sent, inside.log()).sum(1)
+def _sent_density(rows: Tensor, variances: Tensor, least: float, most: float) -> Tensor:
+    """Return the log densities [N] of normal entries of rows [N, d], of which those between two sizes were sent."""
+    sent = (rows != 0).sum(1)
+    missing = _within(least, 0.0, variances.sqrt()) + 1 - _within(most, 0.0, variances.sqrt())
+    found = -(rows.square().sum(1) / variances + sent * (2 * math.pi * variances).log()) / 2
+    return found + (rows.shape[1] - sent) * missing.clamp_min(torch.finfo(rows.dtype).tiny).log()
+
+
+def _dropped(variances: Tensor, least: float, most: float) -> Tensor:
+    """Return the mean squares of normal numbers that are not between two sizes."""
+    spread = variances.sqrt()
+    small, large = least / spread, most / spread
+    within = [_within(size, 0.0, spread) for size in (least, most)]
+    tails = [2 * edge * _normal(edge, 1.0) for edge in (small, large)]
+    share = (within[0] + 1 - within[1]).clamp_min(torch.finfo(spread.dtype).tiny)
+    return variances * (within[0] - tails[0] + 1 - within[1] + tails[1]) / share
+
+
+def _within(size: float, mean: Tensor | float, spread: Tensor) -> Tensor:
+    """Return the probabilities that normal numbers are smaller than that."""
+    low, high = (torch.special.ndtr((side * size - mean) / spread) for side in (-1, 1))
+    return high - low
 
 
 def _is_rounded(rows: Tensor) -> bool:
