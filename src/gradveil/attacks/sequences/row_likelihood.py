@@ -28,7 +28,7 @@ _ODD = 0.01
 _SIGNALS = tuple(2.0**exponent for exponent in range(-6, 7))
 """Variances of the signal behind signs that are tried, in units of the noise's."""
 _FITS = 200
-"""Fits of the variance of entries of which small ones are missing."""
+"""Steps between the variances that are tried for entries of which some are missing."""
 _FILLED = 0.9
 """Share of rows that are not zero above which rounding at random hides which words were sent."""
 _HALF_NORMAL = math.sqrt(2 / math.pi)
@@ -229,7 +229,7 @@ class SignRows(RowLikelihood):
 
 
 @dataclass(frozen=True)
-class NoisySignRows(RowLikelihood):
+class NoisySignRows(SignRows):
     """The likelihood of signs of rows with normal noise; errors are in units of its deviation."""
 
     @property
@@ -243,10 +243,6 @@ class NoisySignRows(RowLikelihood):
         up, down = (torch.special.log_ndtr(side * above) for side in (1, -1))
         sent = rows.sign()
         return (up + down) @ sent.abs().T / 2 + (up - down) @ sent.T / 2
-
-    def free(self, rows: Tensor) -> Tensor:
-        """Return the log densities [N] of rows whose signs are as likely as not."""
-        return (rows != 0).sum(1) * math.log(0.5)
 
 
 def row_likelihood(update: Mapping[str, Tensor], layout: TokenLayout, length: int) -> RowLikelihood | None:
@@ -302,7 +298,7 @@ def _noisy(table: Tensor, read: Tensor, noise: float, others: float) -> NoisyRow
 def _noisy_sent(table: Tensor, read: Tensor) -> NoisySentRows:
     """Return the likelihood of rows of words and of positions with noise, of which entries were dropped by size."""
     least, most = _bounds(table)
-    # Few rows are of words in the sentence: those with the most.
+    # Few rows are of words in the sentence: those with the most, unless large entries were dropped.
     alone = table[table.square().sum(1).argsort()[: max(1, len(table) - len(read))]]
     noise = float(_variances(alone.flatten().unsqueeze(0), least, most))
     bounds = _bounds(read)
