@@ -111,3 +111,82 @@ def test_an_update_of_another_model_is_refused_by_name() -> None:
     with pytest.raises(gv.GradveilError) as caught:
         gv.invert(net, update, labels=[2], shape=(1, 12, 12))
     assert {problem.where for problem in caught.value.problems} == {"update['9.weight']", "update['1.weight']"}
+
+
+class Unused(nn.Module):
+    """A model with a layer that its forward pass never calls, and layers without biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.spare = nn.Linear(144, 16, bias=False), nn.Linear(16, 3), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x.flatten(1))))
+
+
+def backward(net: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor | None]:
+    nn.functional.cross_entropy(net(inputs), targets).backward()
+    return {name: parameter.grad for name, parameter in net.named_parameters()}
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["None", "missing"])
+def test_parameters_that_the_loss_does_not_depend_on_need_no_gradient(named: bool) -> None:
+    net = Unused()
+    update = backward(net, *example())
+    assert update["spare.weight"] is None
+    given = {name: value for name, value in update.items() if named or value is not None}
+    found = gv.invert(net, given, "ig(iterations=2)", labels=[2], mean=MEAN, std=STD, truth=example())  # type: ignore[arg-type]
+    assert found.images.shape == (1, 1, 12, 12)
+    del given["last.weight"]
+    with pytest.raises(gv.GradveilError, match=r"requires_grad_\(False\)") as caught:
+        gv.invert(net, given, labels=[2], shape=(1, 12, 12))  # type: ignore[arg-type]
+    assert [problem.where for problem in caught.value.problems] == ["update['last.weight']"]
+
+
+def test_an_update_without_gradients_is_refused() -> None:
+    net = network()
+    nothing: dict[str, Any] = dict.fromkeys(gradient(net))
+    with pytest.raises(gv.GradveilError, match="every value is None"):
+        gv.invert(net, nothing, shape=(1, 12, 12))
+
+
+@pytest.mark.parametrize("attack", [None, "adaptive"])
+def test_closed_forms_come_before_a_search(attack: str | None) -> None:
+    net = network()
+    found = gv.invert(net, gradient(net), attack, mean=MEAN, std=STD, truth=example())
+    assert found.attack.startswith("analytic")
+    assert found.metrics["psnr"] > 60
+    assert (found.labels.tolist(), found.restored) == ([2], True)
+
+
+def test_a_batch_is_separated_before_a_search_is_made() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(144, 64), nn.ReLU(), nn.Linear(64, 3))
+    inputs = torch.randn(3, 1, 12, 12, generator=torch.Generator().manual_seed(2))
+    update: dict[str, Any] = backward(net, inputs, torch.tensor([0, 1, 2]))
+    found = gv.invert(net, update, labels=[0, 1, 2], truth=(inputs, [0, 1, 2]), bounds=(-4, 4))
+    assert found.attack.startswith("unmix")
+    assert found.metrics["psnr"] > 40
+
+
+def chain(width: int) -> nn.Module:
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(1, width, 4, stride=2, bias=False)
+    return nn.Sequential(convolution, nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(25 * width, 3))
+
+
+def test_a_recursion_is_made_only_where_its_equations_settle_the_input() -> None:
+    inputs, targets = example()
+    given: dict[str, Any] = {"labels": [2], "truth": (inputs, targets), "mean": MEAN, "std": STD}
+    wide, narrow = chain(12), chain(2)
+    found = gv.invert(wide, backward(wide, inputs, targets), **given)  # type: ignore[arg-type]
+    assert found.attack == "r-gap"
+    assert found.metrics["psnr"] > 40
+    assert gv.invert(narrow, backward(narrow, inputs, targets), **given).attack.startswith("portfolio")  # type: ignore[arg-type]
+
+
+def test_a_closed_form_that_does_not_explain_the_update_is_not_taken() -> None:
+    net = network()
+    torch.manual_seed(0)
+    noisy = {name: value + 0.5 * value.std() * torch.randn_like(value) for name, value in gradient(net).items()}
+    assert gv.invert(net, noisy, labels=[2], mean=MEAN, std=STD, truth=example()).attack == "portfolio"

@@ -38,6 +38,8 @@ class Inverted:
     as_html: Callable[[Inverted], str] | None = None
     space: Space | None = None
     """What one example is."""
+    attack: str = ""
+    """The attack that found this."""
 
     @property
     def texts(self) -> list[str]:
@@ -76,7 +78,8 @@ class Inverted:
             share = self.metrics["cells"]
             return f"{'' if share >= TableSpace.threshold else 'not '}recovered, {share:.0%} of the cells right"
         if "ssim" not in self.metrics:
-            return "no truth to compare with"
+            psnr = f", PSNR {self.metrics['psnr']:.1f} dB" if "psnr" in self.metrics else ""
+            return f"too small for an SSIM{psnr}" if self.metrics else "no truth to compare with"
         ssim, psnr = self.metrics["ssim"], self.metrics["psnr"]
         return f"{'' if ssim > _RECOVERED else 'not '}recovered, SSIM {ssim:.2f}, PSNR {psnr:.1f} dB"
 
@@ -85,7 +88,8 @@ class Inverted:
         count, *shape = self.images.shape
         labels = ", ".join(str(label) for label in self.labels.tolist()[:_FEW]) + (", …" if count > _FEW else "")
         how = "restored from the update" if self.restored else "given, or found with the examples"
-        ended = f"objective {number(self.objective)} after {plural(self.iterations, 'iteration')} ({self.status})"
+        by = f"{self.attack}: " if self.attack else ""
+        ended = f"{by}objective {number(self.objective)} after {plural(self.iterations, 'iteration')} ({self.status})"
         if self.lines:
             shown = "\n".join(f"  {text}" for text in self.lines[:_FEW])
             kind = "text" if self.texts else "row"
