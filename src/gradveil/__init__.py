@@ -269,12 +269,13 @@ def invert(
     it), `public` examples for attacks that train on them. `truth`, inputs or (inputs, labels), is only compared with
     the answer. `prepare=True` attacks a copy of the model, as `audit` does.
 
-    Without a name, or with `adaptive`, closed forms are tried first (`analytic`, `unmix`, `r-gap`). The answer of one
-    is taken if a client with these examples sends this update. Otherwise a search is made: of images `portfolio`, of
-    rows `tableak`; of texts `span`, without attention `embedding-search`. Models of texts take `tokenizer` as for
-    `audit`, and `length`, the most tokens of a text. Of rows of a table, `truth` or `public` is a data set, which names
-    the columns. Rows of numbers that the model reads as they are need no data set: inputs [N, D], a data frame, or
-    `shape=(D,)`. Their range is `bounds`, otherwise that of `public`, and without both that of `truth`.
+    Without a name, or with `adaptive`, closed forms are tried first (`analytic`, `unmix`, `r-gap`). If a client with
+    the examples of one sends nearly this update, it is taken. Otherwise a search is made, and the answer that comes
+    nearest is taken: of images `portfolio`, of rows `tableak`; of texts `span`, without attention `embedding-search`.
+    Models of texts take `tokenizer` as for `audit`, and `length`, the most tokens of a text. Of rows of a table,
+    `truth` or `public` is a data set, which names the columns. Rows of numbers that the model reads as they are need no
+    data set: inputs [N, D], a data frame, or `shape=(D,)`. Their range is `bounds`, otherwise that of `public`, and
+    without both that of `truth`.
 
     The result has `images` (pixels; of texts token numbers, and `texts`; of rows cells, and `rows`), `labels`, the name
     of the `attack`, its `objective`, `status`, and with a truth `metrics`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -45,9 +46,12 @@ from gradveil.spaces import ImageSpace
 
 _CLOSED_FORMS = ("analytic", "unmix", "r-gap")
 """Attacks that solve equations for inputs of numbers: tried before a search, in this order."""
-_EXPLAINS = 0.1
-"""Relative distance of every tensor to the one sent up to which an answer of a closed form is taken. 0.08 is common
-where equations are solved by least squares; the first layer of a wrong image is off by about 1."""
+_EXACT, _EXPLAINS = 1e-3, 0.1
+"""Relative distances to the update: up to which no other closed form is tried, and no search. 0.08 is common where
+equations are solved by least squares; the first layer of a wrong image is off by about 1."""
+_COUNTS = 0.01
+"""Share of the whole update's norm that a tensor's distance is relative to where its own norm is less: some are zero but
+for rounding."""
 
 
 def invert_update(
@@ -127,18 +131,19 @@ def invert_update(
     seen = Observation(client.params(), {n: v.detach().unsqueeze(0) for n, v in update.items()}, examples, (0,))
     sent = _SentUpdate(seen, client, given, None if public is None else Batch(*public), Key(seed, (Stream.ATTACK,)))
     *closed, last = made.values()
-    by, restored, found = next(
-        (
-            (by, restored, found)
-            for by, restored in map(sent.told, closed)
-            if sent.settled(by) and sent.explained(found := sent.attacked(by))
-        ),
-        (None, False, None),
-    )
-    if by is None or found is None:
+    answers: list[tuple[float, Attack, bool, Reconstruction]] = []
+    for by, restored in map(sent.told, closed):
+        if sent.settled(by):
+            found = sent.attacked(by)
+            answers.append((sent.distance(found), by, restored, found))
+            if answers[-1][0] <= _EXACT:
+                break
+    if not any(distance <= _EXPLAINS for distance, *_ in answers):
         by, restored = sent.told(last)
         refuse(list(sent.problems(by)))
         found = sent.attacked(by)
+        answers.append((sent.distance(found) if answers else 0.0, by, restored, found))
+    _, by, restored, found = min(answers, key=lambda answer: answer[0])
     images = space.view(found.inputs[0].detach())
     metrics = {}
     if true_inputs is not None:
@@ -191,13 +196,17 @@ class _SentUpdate:
         made = lambda: attack(observations, simulated, knowledge, self.key)  # noqa: E731
         return answer(attack, observations, simulated, knowledge, made)
 
-    def explained(self, found: Reconstruction) -> bool:
-        """Whether a client with these examples sends this update; of the client's noise nothing is known."""
+    def distance(self, found: Reconstruction) -> float:
+        """Return how far what a client with these examples sends is from the update, relative, of the worst tensor.
+
+        Of the client's noise nothing is known.
+        """
         again = self.seen.simulate(self.client, found.inputs, found.targets)
-        return all(
-            bool((again[name].detach() - value).norm() <= _EXPLAINS * value.norm())
-            for name, value in self.seen.update.items()
-        )
+        sizes = {name: float(value.norm()) for name, value in self.seen.update.items()}
+        least = _COUNTS * math.hypot(*sizes.values())
+        off = {name: float((again[name].detach() - value).norm()) for name, value in self.seen.update.items()}
+        worst = max(off[name] / max(size, least, math.ulp(0)) for name, size in sizes.items())
+        return worst if math.isfinite(worst) else math.inf
 
     def settled(self, attack: Attack) -> bool:
         """Whether a closed form can be made, and only one input solves its equations."""
