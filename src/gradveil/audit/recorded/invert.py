@@ -50,8 +50,8 @@ _EXACT, _EXPLAINS = 1e-3, 0.1
 """Relative distances to the update: up to which no other closed form is tried, and no search. 0.08 is common where
 equations are solved by least squares; the first layer of a wrong image is off by about 1."""
 _COUNTS = 0.01
-"""Share of the whole update's norm that a tensor's distance is relative to where its own norm is less: some are zero but
-for rounding."""
+"""Share of the whole update's norm: the distance of a tensor that has less is relative to this. Some have none but for
+rounding."""
 
 
 def invert_update(
