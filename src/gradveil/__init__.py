@@ -239,21 +239,21 @@ def open_run(path: Path | str) -> Result | TrainResult:
 
 def invert(
     model: nn.Module,
-    update: Mapping[str, Tensor],
+    update: Mapping[str, Any],
     attack: str | Attack | None = None,
     *,
     tokenizer: Any = None,
     length: int | None = None,
-    labels: Tensor | Sequence[int] | None = None,
+    labels: Tensor | Sequence[int] | int | None = None,
     examples: int | None = None,
-    shape: tuple[int, ...] | None = None,
+    shape: tuple[int, ...] | int | None = None,
     bounds: Literal["unit"] | tuple[float, float] | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     truth: Tensor | Examples | None = None,
     loss: Loss | None = None,
     defence: str | Defence = "none",
-    local: Local | None = None,
+    local: Local | Mapping[str, Any] | None = None,
     public: Examples | None = None,
     seed: int = 0,
     prepare: bool = False,
@@ -278,7 +278,8 @@ def invert(
     without both that of `truth`.
 
     The result has `images` (pixels; of texts token numbers, and `texts`; of rows cells, and `rows`), `labels`, the name
-    of the `attack`, its `objective`, `status`, and with a truth `metrics`.
+    of the `attack`, its `objective`, `status`, the `distance` between the update and that of these examples, and with a
+    truth `metrics`.
     """
     from gradveil.audit.recorded.invert import invert_update
     from gradveil.report import inverted_html

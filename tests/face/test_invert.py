@@ -82,7 +82,8 @@ def test_the_truth_changes_nothing_but_the_metrics() -> None:
 def test_local_training_is_what_the_attacker_believes() -> None:
     net, local = network(), gv.Local(batch=1, lr=0.1, steps=1)
     update = {name: 0.1 * value for name, value in gradient(net).items()}
-    found = gv.invert(net, update, "ig(iterations=1, objective=l2)", labels=[2], truth=example(), local=local)
+    given: dict[str, Any] = {"labels": [2], "truth": example(), "mean": MEAN, "std": STD, "local": local}
+    found = gv.invert(net, update, "ig(iterations=1, objective=l2)", **given)
     assert found.reconstruction.inputs.shape == (1, 1, 1, 12, 12)
 
 
@@ -201,3 +202,54 @@ def test_a_closed_form_that_is_farther_from_the_update_than_a_search_is_not_take
     torch.manual_seed(0)
     noisy = {name: value + value.std() * torch.randn_like(value) for name, value in gradient(net).items()}
     assert gv.invert(net, noisy, labels=[2], mean=MEAN, std=STD, truth=example()).attack == "portfolio"
+
+
+def test_a_truth_outside_the_range_of_inputs_is_refused_since_the_statistics_were_forgotten() -> None:
+    net = network()
+    inputs, targets = example()
+    with pytest.raises(gv.GradveilError, match="mean= and std=") as caught:
+        gv.invert(net, gradient(net), labels=[2], truth=(inputs, targets))
+    assert [problem.where for problem in caught.value.problems] == ["truth"]
+
+
+@pytest.mark.parametrize("factor", [0.03, -1.0, 8.0])
+def test_an_update_that_was_scaled_is_still_explained(factor: float) -> None:
+    net = network()
+    scaled = {name: factor * value for name, value in gradient(net).items()}
+    found = gv.invert(net, scaled, labels=2, truth=example(), mean=MEAN, std=STD)
+    assert found.attack == "analytic"
+    assert found.distance < 1e-3
+    assert "% off" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"labels": [3]}, "labels"),
+        ({"labels": [-1]}, "labels"),
+        ({"examples": "2"}, "examples"),
+        ({"local": {"batch": 1, "steps": 1}}, "local.lr"),
+        ({"local": {"batch": 1, "lr": 0.1, "step": 1}}, "local.step"),
+        ({"truth": torch.zeros(1, 12, 12)}, "truth"),
+        ({"model": lambda images: images}, "model"),
+        ({"update": {"1.weight": 3}}, "update['1.weight']"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_told(changes: dict[str, Any], where: str) -> None:
+    net = network()
+    given: dict[str, Any] = {"model": net, "update": gradient(net), "shape": (1, 12, 12)} | changes
+    with pytest.raises(gv.GradveilError) as caught:
+        gv.invert(**given)
+    assert where in [problem.where for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_updates_of_wrapped_models_in_other_forms_are_taken(prefix: str) -> None:
+    net = network()
+    update = {prefix + name: value.double().numpy() for name, value in gradient(net).items()}
+    local = {"batch": 1, "lr": 1.0, "steps": 1}
+    found = gv.invert(net, update, labels=2, truth=example(), mean=MEAN, std=STD, local=local)
+    assert found.metrics["psnr"] > 60
+    vectors = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    rows = backward(vectors, torch.full((1, 6), 0.5), torch.tensor([1]))
+    assert gv.invert(vectors, rows, shape=6, bounds=(0, 1)).images.shape == (1, 6)

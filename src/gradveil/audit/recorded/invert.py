@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, cast
 
 import numpy as np
@@ -49,6 +49,8 @@ _CLOSED_FORMS = ("analytic", "unmix", "r-gap")
 _EXACT, _EXPLAINS = 1e-3, 0.1
 """Relative distances to the update: up to which no other closed form is tried, and no search. 0.08 is common where
 equations are solved by least squares; the first layer of a wrong image is off by about 1."""
+_BEYOND = 0.01
+"""Share of the range of inputs by which a truth may lie outside it."""
 _COUNTS = 0.01
 """Share of the whole update's norm: the distance of a tensor that has less is relative to this. Some have none but for
 rounding."""
@@ -56,34 +58,38 @@ rounding."""
 
 def invert_update(
     model: nn.Module,
-    update: Mapping[str, Tensor],
+    update: Mapping[str, Any],
     attack: str | Attack | None,
-    labels: Tensor | Sequence[int] | None,
+    labels: Tensor | Sequence[int] | int | None,
     loss: Loss | None,
     *,
     as_html: Callable[[Inverted], str] | None = None,
     tokenizer: Any = None,
     length: int | None = None,
     examples: int | None = None,
-    shape: tuple[int, ...] | None = None,
+    shape: tuple[int, ...] | int | None = None,
     bounds: Bounds = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     truth: Tensor | Examples | None = None,
     defence: str | Defence = "none",
-    local: Local | None = None,
+    local: Local | Mapping[str, Any] | None = None,
     public: Any = None,
     seed: int = 0,
     prepare: bool = False,
 ) -> Inverted:
     """Attack one update of the caller's. `gradveil.invert` says what the arguments mean."""
+    refuse(list(_wrong_objects(model, update, truth, local)))
     problems: list[Problem] = []
+    local = Local(**local) if isinstance(local, Mapping) else local
+    update = _as_the_model_names_them(model, {name: _tensor(value) for name, value in update.items()})
+    shape = (shape,) if isinstance(shape, int) else shape
     texts = text_arguments(model, truth, public, tokenizer, length, where="truth")
     space = _space_of(truth, public) if texts is None else texts.space
     against = named("defence", [defence], lambda text: parse(text, own=True), problems)
     if texts is not None:
         update = named_as(texts.model, model, update)
-        model, shape, public = texts.model, cast("Any", texts.space.shape), texts.public
+        model, shape, public = texts.model, cast("tuple[int, ...]", texts.space.shape), texts.public
         true_inputs, true_labels = texts.examples or (None, None)
     else:
         alone = truth is None or isinstance(truth, Tensor | np.ndarray) or is_frame(truth)
@@ -98,20 +104,22 @@ def invert_update(
     chosen = _usual_attacks(space, model) if attack is None or attack == ADAPTIVE else [attack]
     made = named("attack", chosen, lambda text: make_attack(text, own=True), problems)
     loss = loss or usual_loss(model)
-    given = None if labels is None else torch.as_tensor(labels, dtype=torch.long)
+    given = None if labels is None else torch.as_tensor(labels, dtype=torch.long).reshape(-1)
     if space is not None:
-        shape = cast("Any", space.shape)
+        shape = cast("tuple[int, ...]", space.shape)
     elif shape is None:
         shape = (
-            getattr(model, "input_shape", None) if true_inputs is None else cast("Any", tuple(true_inputs.shape[1:]))
+            cast("tuple[int, ...] | None", getattr(model, "input_shape", None))
+            if true_inputs is None
+            else tuple(true_inputs.shape[1:])
         )
     if examples is None:
         examples = next((len(known) for known in (given, true_inputs) if known is not None), 1)
-    problems += _wrong(model, update, given, true_inputs, true_labels, shape, examples, 3 if space is None else 1)
+    problems += _wrong(given, true_inputs, true_labels, shape, examples, 3 if space is None else 1)
     refuse(problems)
     assert shape is not None
-    update = {name: value for name, value in update.items() if isinstance(value, Tensor)}
-    like = next(iter(update.values()))
+    update = {name: value for name, value in update.items() if value is not None}
+    like = next((value for value in model.parameters() if value.is_floating_point()), next(iter(update.values())))
     words = space is not None and "tokens" in space.offers
     blank = torch.zeros(examples, *shape, dtype=torch.long if words else like.dtype)
     if space is None or space.pictured:  # layers without biases say nothing of zeros
@@ -122,10 +130,13 @@ def invert_update(
     model, _, changed = prepared(model, try_on, loss, prepare)
     refuse(changed or model_problems(model, try_on, loss, examples, prepare))
     classes = count_classes(model, blank[:1])
-    (centre, scale), _ = pixel_statistics(bounds, mean, std)
+    (centre, scale), _ = pixel_statistics(bounds, mean, std, [] if public is None else [public[0]])
     space = space or ImageSpace(shape, centre, scale)
+    refuse(list(_unlikely(space, true_inputs, given, classes)))
     (protection,) = against.values()
     client = protection(Client(model, loss, local=local, domain=Domain(space, classes)), Key(seed))
+    params = client.params()
+    update = {name: value.to(params[name]) if name in params else value for name, value in update.items()}
     update = {**_unreached(client, update, try_on), **update}
     refuse(list(_misfits(client, update)))
     seen = Observation(client.params(), {n: v.detach().unsqueeze(0) for n, v in update.items()}, examples, (0,))
@@ -142,8 +153,8 @@ def invert_update(
         by, restored = sent.told(last)
         refuse(list(sent.problems(by)))
         found = sent.attacked(by)
-        answers.append((sent.distance(found) if answers else 0.0, by, restored, found))
-    _, by, restored, found = min(answers, key=lambda answer: answer[0])
+        answers.append((math.nan if words else sent.distance(found), by, restored, found))
+    distance, by, restored, found = min(answers, key=lambda answer: answer[0])
     images = space.view(found.inputs[0].detach())
     metrics = {}
     if true_inputs is not None:
@@ -152,7 +163,7 @@ def invert_update(
     labels_of = found.targets[0].detach()
     views = None if true_inputs is None else space.view(true_inputs.detach().cpu())
     objective = float(found.objective[0])
-    return Inverted(images, labels_of, objective, found, metrics, restored, views, as_html, space, by.name)
+    return Inverted(images, labels_of, objective, found, metrics, restored, views, as_html, space, by.name, distance)
 
 
 def _space_of(*given: Any) -> Space | None:
@@ -199,12 +210,15 @@ class _SentUpdate:
     def distance(self, found: Reconstruction) -> float:
         """Return how far what a client with these examples sends is from the update, relative, of the worst tensor.
 
-        Of the client's noise nothing is known.
+        Of the client's noise nothing is known. One factor for all tensors is free: clients clip, and sum or average.
         """
         again = self.seen.simulate(self.client, found.inputs, found.targets)
+        again = {name: value.detach() for name, value in again.items()}
+        both = sum(float((again[name] * value).sum()) for name, value in self.seen.update.items())
+        factor = both / max(sum(float(value.square().sum()) for value in again.values()), math.ulp(0))
         sizes = {name: float(value.norm()) for name, value in self.seen.update.items()}
         least = _COUNTS * math.hypot(*sizes.values())
-        off = {name: float((again[name].detach() - value).norm()) for name, value in self.seen.update.items()}
+        off = {name: float((factor * again[name] - value).norm()) for name, value in self.seen.update.items()}
         worst = max(off[name] / max(size, least, math.ulp(0)) for name, size in sizes.items())
         return worst if math.isfinite(worst) else math.inf
 
@@ -250,17 +264,8 @@ class _SentUpdate:
         return Knowledge(self.client.domain.space, self.client.domain.classes, tensors, targets, self.public)
 
 
-def _wrong(
-    model: Any,
-    update: Any,
-    labels: Tensor | None,
-    inputs: Tensor | None,
-    true_labels: Tensor | None,
-    shape: Any,
-    examples: int,
-    sides: int,
-) -> Iterator[Problem]:
-    """Find arguments that cannot be meant, before anything is computed."""
+def _wrong_objects(model: Any, update: Any, truth: Any, local: Any) -> Iterator[Problem]:
+    """Find arguments that are not what they are for, before one of them is looked into."""
     if not isinstance(model, nn.Module):
         yield Problem("model", f"is {type(model).__name__}", "give the torch.nn.Module that the update is of")
     remedy = "give a dict of the tensors that were sent, by parameter name"
@@ -268,19 +273,62 @@ def _wrong(
         yield Problem("update", f"is {'empty' if isinstance(update, Mapping) else type(update).__name__}", remedy)
     else:
         values = cast("Mapping[Any, Any]", update)
-        odd = {str(name): value for name, value in values.items() if not (value is None or isinstance(value, Tensor))}
-        for name, value in odd.items():
-            yield Problem(f"update['{name}']", f"is {type(value).__name__}", remedy)
+        for name, value in values.items():
+            if not (value is None or isinstance(value, Tensor | np.ndarray)):
+                yield Problem(f"update['{name}']", f"is {type(value).__name__}", remedy)
         if all(value is None for value in values.values()):
             yield Problem("update", "holds no gradient: every value is None", "call loss.backward() first")
+    if isinstance(truth, Tensor | np.ndarray) and truth.ndim == 3:
+        what = f"is {tuple(truth.shape)}, which is a batch without channels or one image without a batch"
+        yield Problem("truth", what, "give [N, channels, height, width]: truth[None] of one image")
+    if isinstance(local, Mapping):
+        known, said = {field.name: field.default for field in fields(Local)}, set(map(str, cast("Any", local)))
+        for name in sorted(said - known.keys()):
+            yield Problem(f"local.{name}", "is no setting of local training", f"one of {', '.join(known)}")
+        for name in sorted(name for name, usual in known.items() if usual is MISSING and name not in said):
+            yield Problem(f"local.{name}", "is missing", f"give it: local=gradveil.Local({name}=...)")
+
+
+def _tensor(value: Any) -> Tensor | None:
+    return torch.as_tensor(value) if isinstance(value, np.ndarray) else value
+
+
+def _as_the_model_names_them(model: nn.Module, update: Mapping[str, Any]) -> dict[str, Any]:
+    """Take names as DistributedDataParallel and torch.compile write them, which put a word before each."""
+    own = {name for name, _ in model.named_parameters()}
+    for prefix in ("module.", "_orig_mod."):
+        if not own & update.keys() and all(name.startswith(prefix) for name in update):
+            update = {name.removeprefix(prefix): value for name, value in update.items()}
+    return dict(update)
+
+
+def _wrong(
+    labels: Tensor | None, inputs: Tensor | None, true_labels: Tensor | None, shape: Any, examples: Any, sides: int
+) -> Iterator[Problem]:
+    """Find arguments that cannot be meant, before anything is computed."""
     if shape is None or len(shape) != sides or not all(isinstance(side, int) and side >= 1 for side in shape):
         remedy = "say what one input looks like: shape=(channels, height, width) or (columns,), of a text length=tokens"
         yield Problem("shape", f"is {shape}", remedy)
-    if examples < 1:
-        yield Problem("examples", f"is {examples}", "give how many examples the update is made from")
+    if not (isinstance(examples, int) and examples >= 1):
+        yield Problem("examples", f"is {examples!r}", "give how many examples the update is made from")
+        return
     for name, value in (("labels", labels), ("truth", inputs), ("truth's labels", true_labels)):
         if value is not None and len(value) != examples:
             yield Problem(name, f"hold {len(value)} of {examples} examples", "give one for each example")
+
+
+def _unlikely(space: Space, truth: Tensor | None, labels: Tensor | None, classes: int) -> Iterator[Problem]:
+    """Find a truth that no attacker could reach, and classes that the model does not have."""
+    if labels is not None and len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        yield Problem("labels", f"are {labels.tolist()}", f"the model has {classes} classes: give 0 to {classes - 1}")
+    if truth is None or "tokens" in space.offers:
+        return
+    low, high = (bound.to(truth) for bound in space.bounds(truth))
+    beyond = _BEYOND * float((high - low).max())
+    if bool((truth < low - beyond).any() or (truth > high + beyond).any()):
+        what = f"has values from {float(truth.min()):.3g} to {float(truth.max()):.3g}, where inputs lie between "
+        what += f"{float(low.min()):.3g} and {float(high.max()):.3g}"
+        yield Problem("truth", what, "say what the inputs are: mean= and std=, or bounds=(low, high)")
 
 
 def _unreached(client: Client, update: Mapping[str, Tensor], example: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
@@ -305,7 +353,7 @@ def _misfits(client: Client, update: Mapping[str, Tensor]) -> Iterator[Problem]:
     """Compare an update with what this client would send."""
     params = client.params()
     wanted = {name: tuple(params[name].shape) for name in client.trained()}
-    for name in wanted.keys() - update.keys():
+    for name in sorted(wanted.keys() - update.keys()):
         remedy = "give it: the model trains it; if your client does not, call requires_grad_(False) on that parameter"
         yield Problem(f"update['{name}']", "is missing", remedy)
     for name, value in update.items():

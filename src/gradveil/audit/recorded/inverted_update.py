@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from gradveil.attacks.protocol import Reconstruction
-from gradveil.core.formatting import number, plural
+from gradveil.core.formatting import number, percent, plural
 from gradveil.core.space import Space
 from gradveil.spaces import TableSpace, TextSpace
 
@@ -40,6 +41,9 @@ class Inverted:
     """What one example is."""
     attack: str = ""
     """The attack that found this."""
+    distance: float = math.nan
+    """Relative distance between the update and what a client with these examples sends, of the worst tensor, up to one
+    factor for all: 0 explains it fully, whatever the attack. NaN of texts."""
 
     @property
     def texts(self) -> list[str]:
@@ -90,6 +94,7 @@ class Inverted:
         how = "restored from the update" if self.restored else "given, or found with the examples"
         by = f"{self.attack}: " if self.attack else ""
         ended = f"{by}objective {number(self.objective)} after {plural(self.iterations, 'iteration')} ({self.status})"
+        ended += "" if math.isnan(self.distance) else f", its update {percent(self.distance)} off"
         if self.lines:
             shown = "\n".join(f"  {text}" for text in self.lines[:_FEW])
             kind = "text" if self.texts else "row"
