@@ -236,9 +236,10 @@ def every_defence() -> str:
     """List what a non-adaptive attack and the best adaptive one recover behind each recorded defence."""
     with (SRC.parent / "benchmarks/results/every-defence.csv").open(encoding="utf-8", newline="") as file:
         recorded = list(csv.DictReader(file))
-    cells: dict[tuple[str, str], list[dict[str, str]]] = {}
+    cells: dict[tuple[str, str, int], list[dict[str, str]]] = {}
     for each in recorded:
-        cells.setdefault((each["defence"], each["data"]), []).append(each)
+        batch = int(each["images"]) // int(each["target_clients"])
+        cells.setdefault((each["defence"], each["data"], batch), []).append(each)
 
     def told(line: dict[str, str] | None) -> str:
         if line is None:
@@ -252,12 +253,12 @@ def every_defence() -> str:
         return (float(line["asr"] or -1), float(line["ssim_mean"] or -1))
 
     rows: list[list[str]] = []
-    for (defence, data), lines in cells.items():
+    for (defence, data, batch), lines in cells.items():
         naive = next((line for line in lines if line["attack"].startswith("ig-scheliga")), None)
         adaptive = [line for line in lines if line is not naive]
         best = max(adaptive, key=strength, default=None)
-        rows.append([f"`{defence}`", data, told(naive), told(best), f"`{best['attack']}`" if best else ""])
-    return table(["defence", "data", "non-adaptive", "adaptive", "best adaptive attack"], rows)
+        rows.append([f"`{defence}`", data, str(batch), told(naive), told(best), f"`{best['attack']}`" if best else ""])
+    return table(["defence", "data", "batch", "non-adaptive", "adaptive", "best adaptive attack"], rows)
 
 
 def named(kind: str) -> str:

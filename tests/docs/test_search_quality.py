@@ -55,9 +55,12 @@ def test_table_of_steps_holds_the_runs() -> None:
 def test_page_of_every_defence_shows_the_best_recorded_attack(hook: Any) -> None:
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in hook.every_defence().splitlines()[2:]]
     runs = recorded("every-defence.csv")
-    assert len(lines) == len({(run["defence"], run["data"]) for run in runs})
-    for defence, data, _, adaptive, best in lines:
-        own = [run for run in runs if (f"`{run['defence']}`", run["data"]) == (defence, data) and run["asr"]]
+    settings = [
+        (f"`{run['defence']}`", run["data"], str(int(run["images"]) // int(run["target_clients"]))) for run in runs
+    ]
+    assert len(lines) == len(set(settings))
+    for *setting, _, adaptive, best in lines:
+        own = [run for run, its in zip(runs, settings, strict=True) if its == tuple(setting) and run["asr"]]
         known = [float(run["asr"]) for run in own if not run["attack"].startswith("ig-scheliga")]
         if not known:
             assert (adaptive, best) == ("not run", "")
