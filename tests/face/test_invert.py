@@ -253,3 +253,15 @@ def test_updates_of_wrapped_models_in_other_forms_are_taken(prefix: str) -> None
     vectors = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
     rows = backward(vectors, torch.full((1, 6), 0.5), torch.tensor([1]))
     assert gv.invert(vectors, rows, shape=6, bounds=(0, 1)).images.shape == (1, 6)
+
+
+@pytest.mark.parametrize("defence", ["dcs", "instahide(mix=public)"])
+def test_a_defence_that_is_made_with_public_examples_asks_for_them(defence: str) -> None:
+    net = network()
+    given: dict[str, Any] = {"labels": [2], "mean": MEAN, "std": STD, "shape": (1, 12, 12), "defence": defence}
+    with pytest.raises(gv.GradveilError) as caught:
+        gv.invert(net, gradient(net), "ig(iterations=2)", **given)
+    assert [problem.where for problem in caught.value.problems] == ["public"]
+    public = torch.randn(8, 1, 12, 12, generator=torch.Generator().manual_seed(3)), torch.arange(8) % 3
+    found = gv.invert(net, gradient(net), "ig(iterations=2)", public=public, **given)
+    assert found.images.shape == (1, 1, 12, 12)

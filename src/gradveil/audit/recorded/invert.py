@@ -134,7 +134,9 @@ def invert_update(
     space = space or ImageSpace(shape, centre, scale)
     refuse(list(_unlikely(space, true_inputs, given, classes)))
     (protection,) = against.values()
-    client = protection(Client(model, loss, local=local, domain=Domain(space, classes)), Key(seed))
+    domain = Domain(space, classes, *(public or ()))
+    client = protection(Client(model, loss, local=local, domain=domain), Key(seed))
+    refuse(list(_without_public(client, domain)))
     params = client.params()
     update = {name: value.to(params[name]) if name in params else value for name, value in update.items()}
     update = {**_unreached(client, update, try_on), **update}
@@ -329,6 +331,13 @@ def _unlikely(space: Space, truth: Tensor | None, labels: Tensor | None, classes
         what = f"has values from {float(truth.min()):.3g} to {float(truth.max()):.3g}, where inputs lie between "
         what += f"{float(low.min()):.3g} and {float(high.max()):.3g}"
         yield Problem("truth", what, "say what the inputs are: mean= and std=, or bounds=(low, high)")
+
+
+def _without_public(client: Client, domain: Domain) -> Iterator[Problem]:
+    """Refuse a defence that is made with public examples where there are none."""
+    made_with = any(part is not None and part.needs_public for part in (client.step, client.send, *client.batch))
+    if made_with and domain.public is None:
+        yield Problem("public", "is missing, and the defence is made with it", "give public=(inputs, labels)")
 
 
 def _unreached(client: Client, update: Mapping[str, Tensor], example: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
