@@ -239,21 +239,21 @@ def open_run(path: Path | str) -> Result | TrainResult:
 
 def invert(
     model: nn.Module,
-    update: Mapping[str, Tensor],
+    update: Mapping[str, Any],
     attack: str | Attack | None = None,
     *,
     tokenizer: Any = None,
     length: int | None = None,
-    labels: Tensor | Sequence[int] | None = None,
+    labels: Tensor | Sequence[int] | int | None = None,
     examples: int | None = None,
-    shape: tuple[int, ...] | None = None,
+    shape: tuple[int, ...] | int | None = None,
     bounds: Literal["unit"] | tuple[float, float] | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     truth: Tensor | Examples | None = None,
     loss: Loss | None = None,
     defence: str | Defence = "none",
-    local: Local | None = None,
+    local: Local | Mapping[str, Any] | None = None,
     public: Examples | None = None,
     seed: int = 0,
     prepare: bool = False,
@@ -261,21 +261,27 @@ def invert(
     """Attack one update of a model, and return what it shows of the examples that it was made from.
 
     `update` holds a tensor for each trained parameter by name: the mean gradient, or with `local` the parameters before
-    local training minus those after it. Without `labels` the attack restores them from the update, where it can, and
-    the result says so. The update is of one example unless `labels`, `truth` or `examples` say of how many; an input
-    has the `shape` (channels, height, width), that of the truth or of `model.input_shape`. Inputs are (pixel - mean) /
-    std with pixels in [0, 1], or lie in `bounds` ([0, 1] if nothing is said). `defence` is what the update's client has
-    (attacks that simulate it learn of it), `public` examples for attacks that train on them. `truth`, inputs or
-    (inputs, labels), is only compared with the answer. `prepare=True` attacks a copy of the model, as `audit`
-    does. Without a name the attack is `ig`, for models of texts `span`. Those take `tokenizer` as for `audit`, and
-    `length`, the most tokens of a text. Of rows of a table, `truth` or `public` is a data set, which names the columns;
-    the usual attack is `tableak`. Rows of numbers that the model reads as they are need no data set: inputs [N, D], a
-    data frame, or `shape=(D,)`. Their range is `bounds`, otherwise that of `public`, and without both that of `truth`.
+    local training minus those after it. Parameters that the loss does not depend on may be None or missing. Without
+    `labels` the attack restores them from the update, where it can, and the result says so. The update is of one
+    example unless `labels`, `truth` or `examples` say of how many; an input has the `shape` (channels, height, width),
+    that of the truth or of `model.input_shape`. Inputs are (pixel - mean) / std with pixels in [0, 1], or lie in
+    `bounds` ([0, 1] if nothing is said). `defence` is what the update's client has (attacks that simulate it learn of
+    it), `public` examples for attacks that train on them. `truth`, inputs or (inputs, labels), is only compared with
+    the answer. `prepare=True` attacks a copy of the model, as `audit` does.
 
-    The result has `images` (pixels; of texts token numbers, and `texts`; of rows cells, and `rows`), `labels`, the
-    attacker's `objective`, `status`, and with a truth `metrics`.
+    Without a name, or with `adaptive`, closed forms are tried first (`analytic`, `unmix`, `r-gap`). If a client with
+    the examples of one sends nearly this update, it is taken. Otherwise a search is made, and the answer that comes
+    nearest is taken: of images `portfolio`, of rows `tableak`; of texts `span`, without attention `embedding-search`.
+    Models of texts take `tokenizer` as for `audit`, and `length`, the most tokens of a text. Of rows of a table,
+    `truth` or `public` is a data set, which names the columns. Rows of numbers that the model reads as they are need no
+    data set: inputs [N, D], a data frame, or `shape=(D,)`. Their range is `bounds`, otherwise that of `public`, and
+    without both that of `truth`.
+
+    The result has `images` (pixels; of texts token numbers, and `texts`; of rows cells, and `rows`), `labels`, the name
+    of the `attack`, its `objective`, `status`, the `distance` between the update and that of these examples, and with a
+    truth `metrics`.
     """
-    from gradveil.audit.api import invert_update
+    from gradveil.audit.recorded.invert import invert_update
     from gradveil.report import inverted_html
 
     return invert_update(

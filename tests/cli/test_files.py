@@ -112,3 +112,20 @@ def test_a_worker_elsewhere_has_to_have_the_same_images(scans: Path, command: st
     assert not isinstance(arrive(work_site, 1), str)
     draw(scans / "test/a/00.png", 99)
     assert "data.name: has other images or labels" in str(arrive(work_site, 1))
+
+
+def test_a_small_table_is_audited_with_as_many_target_clients_as_it_has_rows_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f"{20 + number},{number % 3 * 1.5},{'yes' if number % 2 else 'no'}" for number in range(24)]
+    (tmp_path / "small.csv").write_text("\n".join(["age,income,label", *rows]))
+    monkeypatch.chdir(tmp_path)
+    words = ["audit", "small.csv", "--model", "tabular-mlp", "--attack", "analytic", "--workers", "1"]
+    assert run(words) == 0
+    told = capsys.readouterr()
+    assert "6 target clients instead of 32: 'small.csv' has no more rows" in told.err
+    assert "6/6" in told.out
+    assert run([*words, "--fail-above", "0.5", "--accept", "few-images"]) == 3
+    assert "Resuming the run" in capsys.readouterr().err
+    assert run([*words, "--target-clients", "32"]) == 2
+    assert "--target-clients 6" in capsys.readouterr().err

@@ -232,7 +232,7 @@ def test_a_file_of_texts_and_a_model_are_a_run(
         f"the {word} film was {word},{'good' if place % 2 else 'bad'}" for place, word in enumerate("abcdefghijkl")
     ]
     (little / "mydata.csv").write_text("\n".join(["text,label", *lines]))
-    assert run(["audit", "mydata.csv", "--model", "ownwords:Mean"]) == 2
+    assert run(["audit", "mydata.csv", "--model", "ownwords:Mean", "--target-clients", "32"]) == 2
     assert "32 sentences, 'texts:mydata.csv' has 2 for" in (told := capsys.readouterr().err)
     assert "--target-clients 2" in told
     assert run(["audit", "mydata.csv"]) == 2

@@ -82,7 +82,8 @@ def test_the_truth_changes_nothing_but_the_metrics() -> None:
 def test_local_training_is_what_the_attacker_believes() -> None:
     net, local = network(), gv.Local(batch=1, lr=0.1, steps=1)
     update = {name: 0.1 * value for name, value in gradient(net).items()}
-    found = gv.invert(net, update, "ig(iterations=1, objective=l2)", labels=[2], truth=example(), local=local)
+    given: dict[str, Any] = {"labels": [2], "truth": example(), "mean": MEAN, "std": STD, "local": local}
+    found = gv.invert(net, update, "ig(iterations=1, objective=l2)", **given)
     assert found.reconstruction.inputs.shape == (1, 1, 1, 12, 12)
 
 
@@ -111,3 +112,144 @@ def test_an_update_of_another_model_is_refused_by_name() -> None:
     with pytest.raises(gv.GradveilError) as caught:
         gv.invert(net, update, labels=[2], shape=(1, 12, 12))
     assert {problem.where for problem in caught.value.problems} == {"update['9.weight']", "update['1.weight']"}
+
+
+class Unused(nn.Module):
+    """A model with a layer that its forward pass never calls, and layers without biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.spare = nn.Linear(144, 16, bias=False), nn.Linear(16, 3), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x.flatten(1))))
+
+
+def backward(net: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor | None]:
+    nn.functional.cross_entropy(net(inputs), targets).backward()
+    return {name: parameter.grad for name, parameter in net.named_parameters()}
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["None", "missing"])
+def test_parameters_that_the_loss_does_not_depend_on_need_no_gradient(named: bool) -> None:
+    net = Unused()
+    update = backward(net, *example())
+    assert update["spare.weight"] is None
+    given = {name: value for name, value in update.items() if named or value is not None}
+    found = gv.invert(net, given, "ig(iterations=2)", labels=[2], mean=MEAN, std=STD, truth=example())  # type: ignore[arg-type]
+    assert found.images.shape == (1, 1, 12, 12)
+    del given["last.weight"]
+    with pytest.raises(gv.GradveilError, match=r"requires_grad_\(False\)") as caught:
+        gv.invert(net, given, labels=[2], shape=(1, 12, 12))  # type: ignore[arg-type]
+    assert [problem.where for problem in caught.value.problems] == ["update['last.weight']"]
+
+
+def test_an_update_without_gradients_is_refused() -> None:
+    net = network()
+    nothing: dict[str, Any] = dict.fromkeys(gradient(net))
+    with pytest.raises(gv.GradveilError, match="every value is None"):
+        gv.invert(net, nothing, shape=(1, 12, 12))
+
+
+@pytest.mark.parametrize("attack", [None, "adaptive"])
+def test_closed_forms_come_before_a_search(attack: str | None) -> None:
+    net = network()
+    found = gv.invert(net, gradient(net), attack, mean=MEAN, std=STD, truth=example())
+    assert found.attack.startswith("analytic")
+    assert found.metrics["psnr"] > 60
+    assert (found.labels.tolist(), found.restored) == ([2], True)
+
+
+def test_a_batch_is_separated_before_a_search_is_made() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(144, 64), nn.ReLU(), nn.Linear(64, 3))
+    inputs = torch.randn(3, 1, 12, 12, generator=torch.Generator().manual_seed(2))
+    update: dict[str, Any] = backward(net, inputs, torch.tensor([0, 1, 2]))
+    found = gv.invert(net, update, labels=[0, 1, 2], truth=(inputs, [0, 1, 2]), bounds=(-4, 4))
+    assert found.attack.startswith("unmix")
+    assert found.metrics["psnr"] > 40
+
+
+def test_of_answers_that_leave_some_of_the_update_the_nearest_is_taken() -> None:
+    net = network()  # sigmoids: the mixture is separated, but not exactly
+    inputs = torch.randn(3, 1, 12, 12, generator=torch.Generator().manual_seed(2))
+    update: dict[str, Any] = backward(net, inputs, torch.tensor([0, 1, 2]))
+    given: dict[str, Any] = {"labels": [0, 1, 2], "truth": (inputs, [0, 1, 2]), "bounds": (-4, 4)}
+    best = gv.invert(net, update, **given)
+    each = {name: gv.invert(net, update, name, **given) for name in ("analytic", "unmix", "portfolio")}
+    assert torch.equal(best.images, each[best.attack].images)
+    assert best.metrics["psnr"] == max(found.metrics["psnr"] for found in each.values())
+
+
+def chain(width: int) -> nn.Module:
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(1, width, 4, stride=2, bias=False)
+    return nn.Sequential(convolution, nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(25 * width, 3))
+
+
+def test_a_recursion_is_made_only_where_its_equations_settle_the_input() -> None:
+    inputs, targets = example()
+    given: dict[str, Any] = {"labels": [2], "truth": (inputs, targets), "mean": MEAN, "std": STD}
+    wide, narrow = chain(12), chain(2)
+    found = gv.invert(wide, backward(wide, inputs, targets), **given)  # type: ignore[arg-type]
+    assert found.attack == "r-gap"
+    assert found.metrics["psnr"] > 40
+    assert gv.invert(narrow, backward(narrow, inputs, targets), **given).attack.startswith("portfolio")  # type: ignore[arg-type]
+
+
+def test_a_closed_form_that_is_farther_from_the_update_than_a_search_is_not_taken() -> None:
+    net = network()
+    torch.manual_seed(0)
+    noisy = {name: value + value.std() * torch.randn_like(value) for name, value in gradient(net).items()}
+    assert gv.invert(net, noisy, labels=[2], mean=MEAN, std=STD, truth=example()).attack == "portfolio"
+
+
+def test_a_truth_outside_the_range_of_inputs_is_refused_since_the_statistics_were_forgotten() -> None:
+    net = network()
+    inputs, targets = example()
+    with pytest.raises(gv.GradveilError, match="mean= and std=") as caught:
+        gv.invert(net, gradient(net), labels=[2], truth=(inputs, targets))
+    assert [problem.where for problem in caught.value.problems] == ["truth"]
+
+
+@pytest.mark.parametrize("factor", [0.03, -1.0, 8.0])
+def test_an_update_that_was_scaled_is_still_explained(factor: float) -> None:
+    net = network()
+    scaled = {name: factor * value for name, value in gradient(net).items()}
+    found = gv.invert(net, scaled, labels=2, truth=example(), mean=MEAN, std=STD)
+    assert found.attack == "analytic"
+    assert found.distance < 1e-3
+    assert "% off" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"labels": [3]}, "labels"),
+        ({"labels": [-1]}, "labels"),
+        ({"examples": "2"}, "examples"),
+        ({"local": {"batch": 1, "steps": 1}}, "local.lr"),
+        ({"local": {"batch": 1, "lr": 0.1, "step": 1}}, "local.step"),
+        ({"truth": torch.zeros(1, 12, 12)}, "truth"),
+        ({"model": lambda images: images}, "model"),
+        ({"update": {"1.weight": 3}}, "update['1.weight']"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_told(changes: dict[str, Any], where: str) -> None:
+    net = network()
+    given: dict[str, Any] = {"model": net, "update": gradient(net), "shape": (1, 12, 12)} | changes
+    with pytest.raises(gv.GradveilError) as caught:
+        gv.invert(**given)
+    assert where in [problem.where for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_updates_of_wrapped_models_in_other_forms_are_taken(prefix: str) -> None:
+    net = network()
+    update = {prefix + name: value.double().numpy() for name, value in gradient(net).items()}
+    local = {"batch": 1, "lr": 1.0, "steps": 1}
+    found = gv.invert(net, update, labels=2, truth=example(), mean=MEAN, std=STD, local=local)
+    assert found.metrics["psnr"] > 60
+    vectors = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    rows = backward(vectors, torch.full((1, 6), 0.5), torch.tensor([1]))
+    assert gv.invert(vectors, rows, shape=6, bounds=(0, 1)).images.shape == (1, 6)

@@ -15,26 +15,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from gradveil.attacks.attack_catalogue import make_attack
-from gradveil.attacks.closed_form.defended_layers import Estimated
-from gradveil.attacks.closed_form.first_layer import Analytic
-from gradveil.attacks.closed_form.layer_by_layer import Recursive
-from gradveil.attacks.inversion.inversion import Inversion
-from gradveil.attacks.knowledge import Knowledge, Known
-from gradveil.attacks.learned import Learned
-from gradveil.attacks.protocol import Active, Attack, CanRefuse, Observation, Prospect
+from gradveil.attacks.protocol import Attack
 from gradveil.audit.argument_checks import (
-    answer,
     class_names,
-    declared,
     model_problems,
     prepared,
     wrong_arguments,
@@ -56,29 +46,24 @@ from gradveil.audit.defence_costs import Costs, DefenceCost, costs_of
 from gradveil.audit.display import Screen
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.findings import Findings, findings, print_outcome, undone
-from gradveil.audit.grants import told
 from gradveil.audit.preflight import others, unobstructed
 from gradveil.audit.recommendation import Recommendation
-from gradveil.audit.recorded.inverted_update import Inverted
 from gradveil.audit.run_directory import TRAINING, Store, Trial, load_run
 from gradveil.audit.run_file import resolve, unmet, with_defaults
 from gradveil.audit.sources import training_config
 from gradveil.audit.trial import sharing
 from gradveil.audit.verdict import Verdict
-from gradveil.client import Client, Local, usual_loss
+from gradveil.client import Local, usual_loss
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.formatting import percent
 from gradveil.core.given_objects import named
-from gradveil.core.noise import Key
 from gradveil.core.space import Space
-from gradveil.core.streams import Stream
-from gradveil.core.types import Batch, Domain, Loss
+from gradveil.core.types import Loss
 from gradveil.data import Dataset, Splits
 from gradveil.data.given_examples import Examples, column_names, tensors_of
-from gradveil.data.given_rows import are_vectors, space_of_vectors, space_of_vectors_sent
+from gradveil.data.given_rows import are_vectors, space_of_vectors
 from gradveil.data.pixel_range import Bounds, pixel_statistics
-from gradveil.data.tables import is_frame
-from gradveil.data.text_arguments import named_as, text_arguments
+from gradveil.data.text_arguments import text_arguments
 from gradveil.defences import Defence, parse
 from gradveil.federated.training_api import local_settings
 from gradveil.federated.training_run import TRAINING_RUN
@@ -86,10 +71,7 @@ from gradveil.federated.training_run import describe as describe_training
 from gradveil.federated.training_run import run as train
 from gradveil.federated.training_setup import TrainingSetting, TrainingTrial, device_problems, setting_problems
 from gradveil.federated.training_state import RoundResult, Status
-from gradveil.metrics import label_accuracy
-from gradveil.nn.module_paths import count_classes
 from gradveil.nn.token_layout import TokenModel
-from gradveil.spaces import ImageSpace
 
 _ARGUMENTS = {
     "client[0]": "client_batch",
@@ -504,188 +486,3 @@ def _usual_numbers(inputs: Tensor) -> Tensor:
     """Return inputs on the CPU, fractions in single precision."""
     inputs = inputs.detach().cpu()
     return inputs.float() if inputs.is_floating_point() else inputs
-
-
-def invert_update(
-    model: nn.Module,
-    update: Mapping[str, Tensor],
-    attack: str | Attack | None,
-    labels: Tensor | Sequence[int] | None,
-    loss: Loss | None,
-    *,
-    as_html: Callable[[Inverted], str] | None = None,
-    tokenizer: Any = None,
-    length: int | None = None,
-    examples: int | None = None,
-    shape: tuple[int, ...] | None = None,
-    bounds: Bounds = None,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    truth: Tensor | Examples | None = None,
-    defence: str | Defence = "none",
-    local: Local | None = None,
-    public: Any = None,
-    seed: int = 0,
-    prepare: bool = False,
-) -> Inverted:
-    """Attack one update of the caller's. `gradveil.invert` says what the arguments mean."""
-    problems: list[Problem] = []
-    texts = text_arguments(model, truth, public, tokenizer, length, where="truth")
-    space = _space_of(truth, public) if texts is None else texts.space
-    against = named("defence", [defence], lambda text: parse(text, own=True), problems)
-    if texts is not None:
-        update = named_as(texts.model, model, update)
-        model, shape, public = texts.model, cast("Any", texts.space.shape), texts.public
-        true_inputs, true_labels = texts.examples or (None, None)
-    else:
-        alone = truth is None or isinstance(truth, Tensor | np.ndarray) or is_frame(truth)
-        true_inputs, true_labels = tensors_of((truth, []) if alone else truth, "truth", None, mean, std)
-        true_labels = None if alone else true_labels
-        names = column_names(truth) or column_names(public)
-        public = None if public is None else tensors_of(public, "public", None, mean, std)
-        if space is None:
-            sides = shape or getattr(model, "input_shape", ())
-            data = (true_inputs if public is None else public[0]), sides
-            space = space_of_vectors_sent(*data, names, bounds, mean, std)
-    attack = attack or _usual_attack(space, model)
-    made = named("attack", [attack], lambda text: make_attack(text, own=True), problems)
-    loss = loss or usual_loss(model)
-    given = None if labels is None else torch.as_tensor(labels, dtype=torch.long)
-    if space is not None:
-        shape = cast("Any", space.shape)
-    elif shape is None:
-        shape = (
-            getattr(model, "input_shape", None) if true_inputs is None else cast("Any", tuple(true_inputs.shape[1:]))
-        )
-    if examples is None:
-        examples = next((len(known) for known in (given, true_inputs) if known is not None), 1)
-    problems += _wrong(model, update, given, true_inputs, true_labels, shape, examples, 3 if space is None else 1)
-    refuse(problems)
-    assert shape is not None
-    (chosen,), (protection,) = made.values(), against.values()
-    chosen, restored = (chosen, False) if given is not None else _without_labels(chosen)
-    like = next(iter(update.values()))
-    words = space is not None and "tokens" in space.offers
-    blank = torch.zeros(examples, *shape, dtype=torch.long if words else like.dtype)
-    if space is not None and words and space.model_facts()["padding"] == 0:
-        blank += 1  # a text of padding alone has nothing to look at
-    try_on = (blank, torch.zeros(examples, dtype=torch.long))
-    model, _, changed = prepared(model, try_on, loss, prepare)
-    refuse(changed or model_problems(model, try_on, loss, examples, prepare))
-    classes = count_classes(model, blank[:1])
-    (centre, scale), _ = pixel_statistics(bounds, mean, std)
-    space = space or ImageSpace(shape, centre, scale)
-    client = protection(Client(model, loss, local=local, domain=Domain(space, classes)), Key(seed))
-    refuse(list(_misfits(client, update)))
-    simulated = client if chosen.simulated_client == "full" else client.undefended_update()
-    tensors = {name: how for name, how in chosen.knowledge.items() if name not in ("targets", "public")}
-    targets = given.unsqueeze(0) if given is not None and told(chosen)["targets"] == "known" else None
-    knowledge = Knowledge(space, classes, tensors, targets, None if public is None else Batch(*public))
-    refuse(list(_unfit(chosen, simulated, knowledge, examples)))
-    seen = (Observation(client.params(), {n: v.detach().unsqueeze(0) for n, v in update.items()}, examples, (0,)),)
-    key = Key(seed, (Stream.ATTACK,))
-    found = answer(chosen, seen, simulated, knowledge, lambda: chosen(seen, simulated, knowledge, key))
-    images = space.view(found.inputs[0].detach())
-    metrics = {}
-    if true_inputs is not None:
-        truth_views = space.view(true_inputs.detach().to(images.device))
-        metrics = _scores(space, images, found.targets, truth_views, true_labels)
-    labels_of = found.targets[0].detach()
-    views = None if true_inputs is None else space.view(true_inputs.detach().cpu())
-    return Inverted(images, labels_of, float(found.objective[0]), found, metrics, restored, views, as_html, space)
-
-
-def _space_of(*given: Any) -> Space | None:
-    """Return what the examples of the first data set are that knows, such as rows of a table."""
-    return next((each.example for each in given if isinstance(each, Dataset) and each.example is not None), None)
-
-
-def _usual_attack(space: Space | None, model: nn.Module) -> str:
-    if space is None or space.pictured:
-        return "ig"
-    if isinstance(model, TokenModel) and not model.layout.attention:
-        return "embedding-search"
-    return "tableak" if "columns" in space.offers else "span"
-
-
-def _without_labels(attack: Attack) -> tuple[Attack, bool]:
-    """Let an attack that is given the labels restore them from the update, if it can; return whether it does."""
-    if told(attack)["targets"] != "known":
-        return attack, told(attack)["targets"] == "infer"
-    if isinstance(attack, Inversion | Learned | Analytic | Estimated | Recursive):
-        return replace(attack, labels="restore"), True
-    return attack, False
-
-
-def _wrong(
-    model: Any,
-    update: Any,
-    labels: Tensor | None,
-    inputs: Tensor | None,
-    true_labels: Tensor | None,
-    shape: Any,
-    examples: int,
-    sides: int,
-) -> Iterator[Problem]:
-    """Find arguments that cannot be meant, before anything is computed."""
-    if not isinstance(model, nn.Module):
-        yield Problem("model", f"is {type(model).__name__}", "give the torch.nn.Module that the update is of")
-    if not (isinstance(update, Mapping) and update and all(isinstance(value, Tensor) for value in update.values())):
-        remedy = "give a dict of the tensors that were sent, by parameter name"
-        yield Problem("update", f"is {type(update).__name__}", remedy)
-    if shape is None or len(shape) != sides or not all(isinstance(side, int) and side >= 1 for side in shape):
-        remedy = "say what one input looks like: shape=(channels, height, width) or (columns,), of a text length=tokens"
-        yield Problem("shape", f"is {shape}", remedy)
-    if examples < 1:
-        yield Problem("examples", f"is {examples}", "give how many examples the update is made from")
-    for name, value in (("labels", labels), ("truth", inputs), ("truth's labels", true_labels)):
-        if value is not None and len(value) != examples:
-            yield Problem(name, f"hold {len(value)} of {examples} examples", "give one for each example")
-
-
-def _misfits(client: Client, update: Mapping[str, Tensor]) -> Iterator[Problem]:
-    """Compare an update with what this client would send."""
-    params = client.params()
-    wanted = {name: tuple(params[name].shape) for name in client.trained()}
-    for name in wanted.keys() - update.keys():
-        yield Problem(f"update['{name}']", "is missing", "give it: the model trains it")
-    for name, value in update.items():
-        if name not in wanted:
-            yield Problem(f"update['{name}']", "is no trained parameter of the model", "leave it out")
-        elif tuple(value.shape) != wanted[name]:
-            yield Problem(f"update['{name}']", f"is {tuple(value.shape)}", f"the model's is {wanted[name]}")
-        elif value.layout != torch.strided:
-            yield Problem(f"update['{name}']", f"is sparse ({value.layout})", "give value.to_dense()")
-        elif not bool(value.isfinite().all()):
-            yield Problem(f"update['{name}']", "holds NaN or infinity", "give one of a step that did not overflow")
-
-
-def _unfit(attack: Attack, client: Client, knowledge: Knowledge, examples: int) -> Iterator[Problem]:
-    """Say why this attack cannot be made on an update that is already there."""
-    where = f"attack {attack.name}"
-    yield from (replace(p, where=f"{where}: {p.where}") for p in declared(attack))
-    if isinstance(attack, Active):
-        what = "changes the model before an update is made, and this one is there already"
-        yield Problem(where, what, "give the changed model and an attack that only looks, or use gradveil.audit")
-    if told(attack)["targets"] == "known" and knowledge.targets is None:
-        what = "needs the labels, and none are given"
-        yield Problem(where, what, "give labels=[...], or choose an attack that restores them: ig(labels=restore)")
-    for pattern, how in knowledge.tensors.items():
-        if isinstance(how, Known) and how.value is None:
-            what = f"is told the true values of '{pattern}', which nobody here knows"
-            yield Problem(where, what, "choose an attack that finds or guesses them: cdia")
-    if isinstance(attack, CanRefuse):
-        public = 0 if knowledge.public is None else len(knowledge.public.targets)
-        prospect = Prospect(client, knowledge.space.shape, examples, knowledge.classes, public)
-        yield from (replace(p, where=f"{where}: {p.where}") for p in attack.problems(prospect))
-
-
-def _scores(
-    space: Space, images: Tensor, labels: Tensor, truth: Tensor, true_labels: Tensor | None
-) -> dict[str, float]:
-    """Score images [B, C, H, W] against the truth, in the order that fits best."""
-    matched = space.match(images.unsqueeze(0), truth.unsqueeze(0))[1]
-    found = {name: float(score.mean()) for name, score in space.scores(matched, truth.unsqueeze(0)).items()}
-    if true_labels is not None:
-        found["label_accuracy"] = float(label_accuracy(labels, true_labels.unsqueeze(0)).mean())
-    return found

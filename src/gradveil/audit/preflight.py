@@ -301,6 +301,7 @@ def open_experiment(config: RunConfig, data_dir: Path | None = None, checked: bo
         source=source,
         weights=weights,
     )
+    experiment = _within_data(experiment)
     if checked:
         experiment = unobstructed(experiment)
         net, done = initial_model(config.model, target_clients, config.seeds[0], compared=True)
@@ -325,6 +326,16 @@ def _source(
     seed = config.seeds[0] if config.target_images == "client" else None
     splits = open_images(config.data, data_dir, gallery, client_seed=seed)
     return Source(), splits.public, splits.private
+
+
+def _within_data(experiment: Experiment) -> Experiment:
+    """Attack as many clients as there are examples for, where the run does not say how many."""
+    config = experiment.config
+    size = max(client.examples for client in config.client)
+    most = _for_targets(experiment) // size - config.first_target_client - others(experiment.defences.values())
+    if "target_clients" in config.model_fields_set or not 1 <= most < config.target_clients:
+        return experiment
+    return replace(experiment, config=config.model_copy(update={"target_clients": most}))
 
 
 def unobstructed(experiment: Experiment) -> Experiment:

@@ -128,6 +128,12 @@ def open_run(config: RunConfig, data_dir: Path | None) -> tuple[Experiment, list
     """Open the experiment, print the attacks added to it, and return what the table of attackers decides of it."""
     console = Console(stderr=True, soft_wrap=True, markup=False)
     experiment = open_experiment(config, data_dir)
+    if (fewer := experiment.config.target_clients) < config.target_clients:
+        some = experiment.space.words.plural
+        console.print(
+            f"{plural(fewer, 'target client')} instead of {config.target_clients}: "
+            f"'{config.data.name}' has no more {some} for them (--target-clients asks for fewer)"
+        )
     decisions = decide(experiment)
     if (joins := choice_of(config)) is not None:
         experiment, decisions, added = widened(experiment, decisions, joins)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradveil.cli.shared_options import completed, named_settings, own_code
+from gradveil.cli.shared_options import DataDirOption, completed, named_settings, own_code
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.formatting import listing, plural
 
@@ -40,7 +40,6 @@ _HELP = {
     "filters": "Settings of an NVFlare client or a Flower pyproject.toml: print the epsilon of its privacy filters.",
     "parameters": "With --filters: number of the model's parameters, on which the epsilon of SVTPrivacy depends.",
     "rounds": "With --filters: rounds of the training. Default: 1.",
-    "data_dir": "Folder where data files lie (or set GRADVEIL_DATA).",
     "received": "Parameters and buffers from a server (safetensors), to inspect for manipulation.",
     "verbose": "Print equal problems one by one, and which attacks on the update are not tried, and why.",
     "previous": "Parameters of the previous round, to detect jumps.",
@@ -59,7 +58,7 @@ def check(
     prepare: Annotated[bool, typer.Option("--prepare", help=_HELP["prepare"])] = False,
     defence: Annotated[list[str] | None, _DEFENCE] = None,
     setting: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_HELP["set"])] = None,
-    data_dir: Annotated[Path | None, typer.Option(help=_HELP["data_dir"])] = None,
+    data_dir: DataDirOption = None,
     received: Annotated[Path | None, typer.Option(metavar="FILE", help=_HELP["received"])] = None,
     previous: Annotated[Path | None, typer.Option(metavar="FILE", help=_HELP["previous"])] = None,
     filters: Annotated[Path | None, typer.Option(metavar="FILE", help=_HELP["filters"])] = None,

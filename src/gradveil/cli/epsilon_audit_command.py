@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradveil.cli.shared_options import DefenceOption, completed, own_code
+from gradveil.cli.shared_options import DataDirOption, DefenceOption, completed, own_code
 from gradveil.core.errors import GradveilError
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ _HELP = {
     "claim": "Epsilon that is claimed for one update. Default: the accountant's.",
     "delta": "Should be well below one over the number of examples.",
     "set": "Any setting of the run file: --set model.name='\"lenet-zhu\"'. Repeatable.",
-    "data": "Folder where data files lie (or set GRADVEIL_DATA).",
     "json": "Print one JSON object per defence.",
 }
 
@@ -44,7 +42,7 @@ def audit_epsilon(
     delta: Annotated[float, typer.Option(help=_HELP["delta"])] = 1e-5,
     seed: Annotated[int, typer.Option(help="Seed of canaries and simulated noise.")] = 0,
     setting: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_HELP["set"])] = None,
-    data_dir: Annotated[Path | None, typer.Option(help=_HELP["data"])] = None,
+    data_dir: DataDirOption = None,
     as_json: Annotated[bool, typer.Option("--json", help=_HELP["json"])] = False,
 ) -> int:
     """Audit the code behind an epsilon: compare a lower bound of it with the claim.

@@ -12,6 +12,8 @@ import click
 import typer
 from typer.core import TyperCommand
 
+from gradveil.cli.shared_options import DataDirOption, FreshOption
+
 if TYPE_CHECKING:
     from gradveil.papers import CostEstimate, TableOverview
 
@@ -37,7 +39,6 @@ _HELP = {
     "every": "Include numbers without a measurement.",
     "record": "Write each finished row into the records.",
     "runs": "Folder of the paper runs.",
-    "data": "Folder where data files lie (or set GRADVEIL_DATA).",
     "workers": "Single-threaded worker processes. Default: one per CPU core.",
 }
 KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help=_HELP["key"], show_default=False)]
@@ -122,9 +123,9 @@ def run_table(
     changes: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_HELP["set"])] = None,
     attack: Annotated[str, typer.Option("--attack", metavar="NAME", help=_HELP["attack"])] = "",
     runs: RunsOption = _RUNS,
-    data_dir: Annotated[Path | None, typer.Option(help=_HELP["data"])] = None,
+    data_dir: DataDirOption = None,
     workers: Annotated[int | None, typer.Option(min=1, help=_HELP["workers"])] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Remove earlier results and start again.")] = False,
+    fresh: FreshOption = False,
     record: Annotated[bool, typer.Option("--record", help=_HELP["record"])] = False,
     records: RecordsOption = None,
 ) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from gradveil.cli.index import read_index
-from gradveil.cli.shared_options import DefenceOption, completed, own_code
+from gradveil.cli.shared_options import DataDirOption, DefenceOption, completed, own_code
 from gradveil.core.errors import GradveilError, fail, refuse
 from gradveil.core.formatting import number, percent, plural, rounded_up
 
@@ -93,7 +93,6 @@ def _as_options() -> Iterator[None]:
 _BOUND_HELP = {
     "run": "A run file (TOML), or the name of a bundled run.",
     "set": "Any setting of the run file: --set model.name='\"lenet-zhu\"'. Repeatable.",
-    "data": "Folder where data files lie (or set GRADVEIL_DATA).",
 }
 
 _UTILITIES = {"utility": "first_order_utility", "2nd order": "second_order_utility"}
@@ -106,7 +105,7 @@ def bound(
     ] = None,
     defence: DefenceOption = None,
     setting: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_BOUND_HELP["set"])] = None,
-    data_dir: Annotated[Path | None, typer.Option(help=_BOUND_HELP["data"])] = None,
+    data_dir: DataDirOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per defence.")] = False,
 ) -> int:
     """Compute limits of every attacker: the least mean squared error, and the largest probability of recovery.

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from gradveil.cli.index import read_index
-from gradveil.cli.shared_options import again, completed, own_code
+from gradveil.cli.shared_options import DataDirOption, DeviceOption, again, completed, own_code
 
 NOTHING_FOUND = 1
 """Exit code if no policy passes, or the best is no better than no transform."""
@@ -24,7 +24,6 @@ _HELP = {
     "seed": "Seed of weights, images and policies, instead of the file's first.",
     "set": "Any setting of the run file: --set model.name='\"lenet-zhu\"'. Repeatable.",
     "out": "Folder of the scores. Default: runs/ats-NAME.",
-    "data": "Folder where data files lie (or set GRADVEIL_DATA).",
 }
 
 search = typer.Typer(no_args_is_help=True)
@@ -46,8 +45,8 @@ def ats(
     setting: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_HELP["set"])] = None,
     out: Annotated[Path | None, typer.Option(help=_HELP["out"])] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Remove earlier scores and start again.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help=_HELP["data"])] = None,
+    device: DeviceOption = None,
+    data_dir: DataDirOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr.")] = False,
 ) -> int:
     """Search for a policy of ATS: three image transforms that hide most and leave images that can be classified.

@@ -199,6 +199,34 @@ DefenceOption = Annotated[
     typer.Option(help="Defence, instead of the file's. Repeatable.", autocompletion=completed("defences")),
 ]
 """`--defence`."""
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Model, instead of the file's and its options: of gradveil list models, hf:NAME, timm:NAME, "
+        "torchvision:NAME, or pkg.module:factory.",
+        autocompletion=completed("models"),
+    ),
+]
+"""`--model`, in the place of a run file's."""
+DataOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Data, instead of the file's: of gradveil list data, FILE.csv, texts:FILE.csv, folder:PATH, parquet:PATH "
+        "or hf:NAME.",
+        autocompletion=completed("data"),
+    ),
+]
+"""`--data`, in the place of a run file's."""
+DataDirOption = Annotated[Path | None, typer.Option(help="Folder where data files lie (or set GRADVEIL_DATA).")]
+"""`--data-dir`."""
+SeedOption = Annotated[list[int] | None, typer.Option(help="Seed, instead of the file's. Repeatable.")]
+"""`--seed`, in the place of a run file's."""
+FreshOption = Annotated[bool, typer.Option(_FRESH, help="Remove earlier results and start again.")]
+"""`--fresh`."""
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps.")]
+"""`--device`."""
 
 
 class Detail(NamedTuple):

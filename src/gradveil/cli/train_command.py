@@ -12,10 +12,16 @@ import typer
 
 from gradveil.cli.shared_options import (
     AddressOption,
+    DataDirOption,
+    DataOption,
     DefenceOption,
+    DeviceOption,
     Engine,
     EngineOption,
+    FreshOption,
+    ModelOption,
     Place,
+    SeedOption,
     again,
     completed,
     named_settings,
@@ -30,15 +36,10 @@ if TYPE_CHECKING:
 
 _HELP = {
     "run": "A run file (TOML), or the name of a bundled training: digits.",
-    "model": "Model, instead of the file's and its options: of gradveil list models, hf:NAME, timm:NAME, "
-    "torchvision:NAME, or pkg.module:factory.",
-    "dataset": "Data, instead of the file's: of gradveil list data, FILE.csv, texts:FILE.csv, folder:PATH, "
-    "parquet:PATH or hf:NAME.",
     "prepare": "Replace in a copy what per-client gradients do not know: BatchNorm, hidden dropout, in-place changes.",
     "rounds": "Number of rounds. A higher number continues a finished training.",
     "out": "The run directory. Default: runs/NAME, or runs/NAME-2 and so on for other settings.",
     "set": "Any setting of the run file: --set clients=20 --set partition.kind=column; KEY= leaves it out. Repeatable.",
-    "data": "Folder where data files lie (or set GRADVEIL_DATA).",
     "record": "Record what the clients send in this folder: encoded updates, the round, the global model.",
     "record_round": "Round to record. Default: the first. Repeatable.",
     "record_client": "Number of a client to record. Default: all. Repeatable.",
@@ -52,21 +53,17 @@ _HELP = {
 
 def train(
     name: Annotated[str, typer.Argument(metavar="RUN", help=_HELP["run"], autocompletion=completed("runs"))],
-    model: Annotated[
-        str | None, typer.Option(metavar="NAME", help=_HELP["model"], autocompletion=completed("models"))
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option(metavar="NAME", help=_HELP["dataset"], autocompletion=completed("data"))
-    ] = None,
+    model: ModelOption = None,
+    data: DataOption = None,
     prepare: Annotated[bool, typer.Option("--prepare", help=_HELP["prepare"])] = False,
     rounds: Annotated[int | None, typer.Option(min=1, help=_HELP["rounds"])] = None,
     defence: DefenceOption = None,
-    seed: Annotated[list[int] | None, typer.Option(help="Seed, instead of the file's. Repeatable.")] = None,
+    seed: SeedOption = None,
     setting: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_HELP["set"])] = None,
     out: Annotated[Path | None, typer.Option(help=_HELP["out"])] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Remove earlier results and start again.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help=_HELP["data"])] = None,
+    fresh: FreshOption = False,
+    device: DeviceOption = None,
+    data_dir: DataDirOption = None,
     threads: Annotated[int | None, typer.Option(min=1, help=_HELP["threads"])] = None,
     record: Annotated[Path | None, typer.Option(metavar="DIR", help=_HELP["record"])] = None,
     record_round: Annotated[list[int] | None, typer.Option(min=1, help=_HELP["record_round"])] = None,

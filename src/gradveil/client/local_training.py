@@ -76,7 +76,9 @@ class Local(Checked):
         The neutral schedule takes the examples in order; the neutral inclusion is its mean, batch / N of every example.
         """
         if examples < self.batch:
-            raise fail("local.batch", f"is {self.batch}, the client has {examples} examples", "lower it")
+            raise fail(
+                "local.batch", f"is {self.batch}, the client has {examples} examples", f"make it at most {examples}"
+            )
         if self.sampling == "batches":
             return NoiseSpec({"schedule": self._schedule(examples)})
         rate = self.batch / examples

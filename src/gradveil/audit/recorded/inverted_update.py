@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from gradveil.attacks.protocol import Reconstruction
-from gradveil.core.formatting import number, plural
+from gradveil.core.formatting import number, percent, plural
 from gradveil.core.space import Space
 from gradveil.spaces import TableSpace, TextSpace
 
@@ -38,6 +39,11 @@ class Inverted:
     as_html: Callable[[Inverted], str] | None = None
     space: Space | None = None
     """What one example is."""
+    attack: str = ""
+    """The attack that found this."""
+    distance: float = math.nan
+    """Relative distance between the update and what a client with these examples sends, of the worst tensor, up to one
+    factor for all: 0 explains it fully, whatever the attack. NaN of texts."""
 
     @property
     def texts(self) -> list[str]:
@@ -76,7 +82,8 @@ class Inverted:
             share = self.metrics["cells"]
             return f"{'' if share >= TableSpace.threshold else 'not '}recovered, {share:.0%} of the cells right"
         if "ssim" not in self.metrics:
-            return "no truth to compare with"
+            psnr = f", PSNR {self.metrics['psnr']:.1f} dB" if "psnr" in self.metrics else ""
+            return f"too small for an SSIM{psnr}" if self.metrics else "no truth to compare with"
         ssim, psnr = self.metrics["ssim"], self.metrics["psnr"]
         return f"{'' if ssim > _RECOVERED else 'not '}recovered, SSIM {ssim:.2f}, PSNR {psnr:.1f} dB"
 
@@ -85,7 +92,9 @@ class Inverted:
         count, *shape = self.images.shape
         labels = ", ".join(str(label) for label in self.labels.tolist()[:_FEW]) + (", …" if count > _FEW else "")
         how = "restored from the update" if self.restored else "given, or found with the examples"
-        ended = f"objective {number(self.objective)} after {plural(self.iterations, 'iteration')} ({self.status})"
+        by = f"{self.attack}: " if self.attack else ""
+        ended = f"{by}objective {number(self.objective)} after {plural(self.iterations, 'iteration')} ({self.status})"
+        ended += "" if math.isnan(self.distance) else f", its update {percent(self.distance)} off"
         if self.lines:
             shown = "\n".join(f"  {text}" for text in self.lines[:_FEW])
             kind = "text" if self.texts else "row"

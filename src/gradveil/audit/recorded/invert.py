@@ -1,0 +1,378 @@
+"""An attack on one update of the caller's, from Python: what `gradveil.invert` does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.attacks.closed_form.defended_layers import Estimated
+from gradveil.attacks.closed_form.first_layer import Analytic
+from gradveil.attacks.closed_form.layer_by_layer import Recursive
+from gradveil.attacks.inversion.inversion import Inversion
+from gradveil.attacks.knowledge import Knowledge, Known
+from gradveil.attacks.learned import Learned
+from gradveil.attacks.protocol import Active, Attack, CanRefuse, Observation, Prospect, Reconstruction
+from gradveil.audit.argument_checks import answer, declared, model_problems, prepared
+from gradveil.audit.attack_selection import ADAPTIVE
+from gradveil.audit.audit_config import FIRST_SEARCH
+from gradveil.audit.grants import told
+from gradveil.audit.recorded.inverted_update import Inverted
+from gradveil.client import Client, Local, usual_loss
+from gradveil.core.errors import Problem, refuse
+from gradveil.core.given_objects import named
+from gradveil.core.noise import Key
+from gradveil.core.space import Space
+from gradveil.core.streams import Stream
+from gradveil.core.types import Batch, Domain, Loss
+from gradveil.data import Dataset
+from gradveil.data.given_examples import Examples, column_names, tensors_of
+from gradveil.data.given_rows import space_of_vectors_sent
+from gradveil.data.pixel_range import Bounds, pixel_statistics
+from gradveil.data.tables import is_frame
+from gradveil.data.text_arguments import named_as, text_arguments
+from gradveil.defences import Defence, parse
+from gradveil.metrics import label_accuracy
+from gradveil.nn.layer_chain import chained, settles
+from gradveil.nn.module_paths import count_classes
+from gradveil.nn.token_layout import TokenModel
+from gradveil.spaces import ImageSpace
+
+_CLOSED_FORMS = ("analytic", "unmix", "r-gap")
+"""Attacks that solve equations for inputs of numbers: tried before a search, in this order."""
+_EXACT, _EXPLAINS = 1e-3, 0.1
+"""Relative distances to the update: up to which no other closed form is tried, and no search. 0.08 is common where
+equations are solved by least squares; the first layer of a wrong image is off by about 1."""
+_BEYOND = 0.01
+"""Share of the range of inputs by which a truth may lie outside it."""
+_COUNTS = 0.01
+"""Share of the whole update's norm: the distance of a tensor that has less is relative to this. Some have none but for
+rounding."""
+
+
+def invert_update(
+    model: nn.Module,
+    update: Mapping[str, Any],
+    attack: str | Attack | None,
+    labels: Tensor | Sequence[int] | int | None,
+    loss: Loss | None,
+    *,
+    as_html: Callable[[Inverted], str] | None = None,
+    tokenizer: Any = None,
+    length: int | None = None,
+    examples: int | None = None,
+    shape: tuple[int, ...] | int | None = None,
+    bounds: Bounds = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    truth: Tensor | Examples | None = None,
+    defence: str | Defence = "none",
+    local: Local | Mapping[str, Any] | None = None,
+    public: Any = None,
+    seed: int = 0,
+    prepare: bool = False,
+) -> Inverted:
+    """Attack one update of the caller's. `gradveil.invert` says what the arguments mean."""
+    refuse(list(_wrong_objects(model, update, truth, local)))
+    problems: list[Problem] = []
+    local = Local(**local) if isinstance(local, Mapping) else local
+    update = _as_the_model_names_them(model, {name: _tensor(value) for name, value in update.items()})
+    shape = (shape,) if isinstance(shape, int) else shape
+    texts = text_arguments(model, truth, public, tokenizer, length, where="truth")
+    space = _space_of(truth, public) if texts is None else texts.space
+    against = named("defence", [defence], lambda text: parse(text, own=True), problems)
+    if texts is not None:
+        update = named_as(texts.model, model, update)
+        model, shape, public = texts.model, cast("tuple[int, ...]", texts.space.shape), texts.public
+        true_inputs, true_labels = texts.examples or (None, None)
+    else:
+        alone = truth is None or isinstance(truth, Tensor | np.ndarray) or is_frame(truth)
+        true_inputs, true_labels = tensors_of((truth, []) if alone else truth, "truth", None, mean, std)
+        true_labels = None if alone else true_labels
+        names = column_names(truth) or column_names(public)
+        public = None if public is None else tensors_of(public, "public", None, mean, std)
+        if space is None:
+            sides = shape or getattr(model, "input_shape", ())
+            data = (true_inputs if public is None else public[0]), sides
+            space = space_of_vectors_sent(*data, names, bounds, mean, std)
+    chosen = _usual_attacks(space, model) if attack is None or attack == ADAPTIVE else [attack]
+    made = named("attack", chosen, lambda text: make_attack(text, own=True), problems)
+    loss = loss or usual_loss(model)
+    given = None if labels is None else torch.as_tensor(labels, dtype=torch.long).reshape(-1)
+    if space is not None:
+        shape = cast("tuple[int, ...]", space.shape)
+    elif shape is None:
+        shape = (
+            cast("tuple[int, ...] | None", getattr(model, "input_shape", None))
+            if true_inputs is None
+            else tuple(true_inputs.shape[1:])
+        )
+    if examples is None:
+        examples = next((len(known) for known in (given, true_inputs) if known is not None), 1)
+    problems += _wrong(given, true_inputs, true_labels, shape, examples, 3 if space is None else 1)
+    refuse(problems)
+    assert shape is not None
+    update = {name: value for name, value in update.items() if value is not None}
+    like = next((value for value in model.parameters() if value.is_floating_point()), next(iter(update.values())))
+    words = space is not None and "tokens" in space.offers
+    blank = torch.zeros(examples, *shape, dtype=torch.long if words else like.dtype)
+    if space is None or space.pictured:  # layers without biases say nothing of zeros
+        blank = torch.rand(blank.shape, generator=torch.Generator().manual_seed(seed), dtype=like.dtype)
+    if space is not None and words and space.model_facts()["padding"] == 0:
+        blank += 1  # a text of padding alone has nothing to look at
+    try_on = (blank, torch.zeros(examples, dtype=torch.long))
+    model, _, changed = prepared(model, try_on, loss, prepare)
+    refuse(changed or model_problems(model, try_on, loss, examples, prepare))
+    classes = count_classes(model, blank[:1])
+    (centre, scale), _ = pixel_statistics(bounds, mean, std, [] if public is None else [public[0]])
+    space = space or ImageSpace(shape, centre, scale)
+    refuse(list(_unlikely(space, true_inputs, given, classes)))
+    (protection,) = against.values()
+    client = protection(Client(model, loss, local=local, domain=Domain(space, classes)), Key(seed))
+    params = client.params()
+    update = {name: value.to(params[name]) if name in params else value for name, value in update.items()}
+    update = {**_unreached(client, update, try_on), **update}
+    refuse(list(_misfits(client, update)))
+    seen = Observation(client.params(), {n: v.detach().unsqueeze(0) for n, v in update.items()}, examples, (0,))
+    sent = _SentUpdate(seen, client, given, None if public is None else Batch(*public), Key(seed, (Stream.ATTACK,)))
+    *closed, last = made.values()
+    answers: list[tuple[float, Attack, bool, Reconstruction]] = []
+    for by, restored in map(sent.told, closed):
+        if sent.settled(by):
+            found = sent.attacked(by)
+            answers.append((sent.distance(found), by, restored, found))
+            if answers[-1][0] <= _EXACT:
+                break
+    if not any(distance <= _EXPLAINS for distance, *_ in answers):
+        by, restored = sent.told(last)
+        refuse(list(sent.problems(by)))
+        found = sent.attacked(by)
+        answers.append((math.nan if words else sent.distance(found), by, restored, found))
+    distance, by, restored, found = min(answers, key=lambda answer: answer[0])
+    images = space.view(found.inputs[0].detach())
+    metrics = {}
+    if true_inputs is not None:
+        truth_views = space.view(true_inputs.detach().to(images.device))
+        metrics = _scores(space, images, found.targets, truth_views, true_labels)
+    labels_of = found.targets[0].detach()
+    views = None if true_inputs is None else space.view(true_inputs.detach().cpu())
+    objective = float(found.objective[0])
+    return Inverted(images, labels_of, objective, found, metrics, restored, views, as_html, space, by.name, distance)
+
+
+def _space_of(*given: Any) -> Space | None:
+    """Return what the examples of the first data set are that knows, such as rows of a table."""
+    return next((each.example for each in given if isinstance(each, Dataset) and each.example is not None), None)
+
+
+def _usual_attacks(space: Space | None, model: nn.Module) -> list[str | Attack]:
+    """List the closed forms that are tried, and last the attack that is made where none of them explains the update."""
+    if isinstance(model, TokenModel) and not model.layout.attention:
+        return ["embedding-search"]
+    if space is not None and not space.pictured and "columns" not in space.offers:
+        return ["span"]
+    return [*_CLOSED_FORMS, FIRST_SEARCH["images" if space is None or space.pictured else "rows"]]
+
+
+@dataclass(frozen=True)
+class _SentUpdate:
+    """An update that was sent, and what is known of it."""
+
+    seen: Observation
+    client: Client
+    """The client that sent it, as the attacker believes."""
+    labels: Tensor | None
+    public: Batch | None
+    key: Key
+
+    def told(self, attack: Attack) -> tuple[Attack, bool]:
+        """Let an attack that is given the labels restore them, if nobody gave them and it can; and say if it does."""
+        if self.labels is not None:
+            return attack, False
+        if told(attack)["targets"] != "known":
+            return attack, told(attack)["targets"] == "infer"
+        if isinstance(attack, Inversion | Learned | Analytic | Estimated | Recursive):
+            return replace(attack, labels="restore"), True
+        return attack, False
+
+    def attacked(self, attack: Attack) -> Reconstruction:
+        """Make an attack."""
+        observations, simulated, knowledge = (self.seen,), self._simulated(attack), self._knowledge(attack)
+        made = lambda: attack(observations, simulated, knowledge, self.key)  # noqa: E731
+        return answer(attack, observations, simulated, knowledge, made)
+
+    def distance(self, found: Reconstruction) -> float:
+        """Return how far what a client with these examples sends is from the update, relative, of the worst tensor.
+
+        Of the client's noise nothing is known. One factor for all tensors is free: clients clip, and sum or average.
+        """
+        again = self.seen.simulate(self.client, found.inputs, found.targets)
+        again = {name: value.detach() for name, value in again.items()}
+        both = sum(float((again[name] * value).sum()) for name, value in self.seen.update.items())
+        factor = both / max(sum(float(value.square().sum()) for value in again.values()), math.ulp(0))
+        sizes = {name: float(value.norm()) for name, value in self.seen.update.items()}
+        least = _COUNTS * math.hypot(*sizes.values())
+        off = {name: float((factor * again[name] - value).norm()) for name, value in self.seen.update.items()}
+        worst = max(off[name] / max(size, least, math.ulp(0)) for name, size in sizes.items())
+        return worst if math.isfinite(worst) else math.inf
+
+    def settled(self, attack: Attack) -> bool:
+        """Whether a closed form can be made, and only one input solves its equations."""
+        if isinstance(attack, Recursive):
+            shape, trained = self._knowledge(attack).space.shape, self.client.trained()
+            links, problems = chained(self.client.model, self.client.params(), shape, trained)
+            if problems or not settles(links):
+                return False
+        return not list(self.problems(attack))
+
+    def problems(self, attack: Attack) -> Iterator[Problem]:
+        """Say why this attack cannot be made on an update that is already there."""
+        where, knowledge = f"attack {attack.name}", self._knowledge(attack)
+        yield from (replace(p, where=f"{where}: {p.where}") for p in declared(attack))
+        if isinstance(attack, Active):
+            what = "changes the model before an update is made, and this one is there already"
+            yield Problem(where, what, "give the changed model and an attack that only looks, or use gradveil.audit")
+        if told(attack)["targets"] == "known" and knowledge.targets is None:
+            what = "needs the labels, and none are given"
+            remedy = "give labels=[...], or choose an attack that restores them: ig(labels=restore)"
+            yield Problem(where, what, remedy)
+        for pattern, how in knowledge.tensors.items():
+            if isinstance(how, Known) and how.value is None:
+                what = f"is told the true values of '{pattern}', which nobody here knows"
+                yield Problem(where, what, "choose an attack that finds or guesses them: cdia")
+        if isinstance(attack, CanRefuse):
+            public = 0 if knowledge.public is None else len(knowledge.public.targets)
+            given = knowledge.space.shape, self.seen.examples, knowledge.classes, public
+            prospect = Prospect(self._simulated(attack), *given)
+            yield from (replace(p, where=f"{where}: {p.where}") for p in attack.problems(prospect))
+
+    def _simulated(self, attack: Attack) -> Client:
+        return self.client if attack.simulated_client == "full" else self.client.undefended_update()
+
+    def _knowledge(self, attack: Attack) -> Knowledge:
+        tensors = {name: how for name, how in attack.knowledge.items() if name not in ("targets", "public")}
+        targets = None
+        if self.labels is not None and told(attack)["targets"] == "known":
+            targets = self.labels.unsqueeze(0)
+        assert self.client.domain is not None
+        return Knowledge(self.client.domain.space, self.client.domain.classes, tensors, targets, self.public)
+
+
+def _wrong_objects(model: Any, update: Any, truth: Any, local: Any) -> Iterator[Problem]:
+    """Find arguments that are not what they are for, before one of them is looked into."""
+    if not isinstance(model, nn.Module):
+        yield Problem("model", f"is {type(model).__name__}", "give the torch.nn.Module that the update is of")
+    remedy = "give a dict of the tensors that were sent, by parameter name"
+    if not (isinstance(update, Mapping) and update):
+        yield Problem("update", f"is {'empty' if isinstance(update, Mapping) else type(update).__name__}", remedy)
+    else:
+        values = cast("Mapping[Any, Any]", update)
+        for name, value in values.items():
+            if not (value is None or isinstance(value, Tensor | np.ndarray)):
+                yield Problem(f"update['{name}']", f"is {type(value).__name__}", remedy)
+        if all(value is None for value in values.values()):
+            yield Problem("update", "holds no gradient: every value is None", "call loss.backward() first")
+    if isinstance(truth, Tensor | np.ndarray) and truth.ndim == 3:
+        what = f"is {tuple(truth.shape)}, which is a batch without channels or one image without a batch"
+        yield Problem("truth", what, "give [N, channels, height, width]: truth[None] of one image")
+    if isinstance(local, Mapping):
+        known, said = {field.name: field.default for field in fields(Local)}, set(map(str, cast("Any", local)))
+        for name in sorted(said - known.keys()):
+            yield Problem(f"local.{name}", "is no setting of local training", f"one of {', '.join(known)}")
+        for name in sorted(name for name, usual in known.items() if usual is MISSING and name not in said):
+            yield Problem(f"local.{name}", "is missing", f"give it: local=gradveil.Local({name}=...)")
+
+
+def _tensor(value: Any) -> Tensor | None:
+    return torch.as_tensor(value) if isinstance(value, np.ndarray) else value
+
+
+def _as_the_model_names_them(model: nn.Module, update: Mapping[str, Any]) -> dict[str, Any]:
+    """Take names as DistributedDataParallel and torch.compile write them, which put a word before each."""
+    own = {name for name, _ in model.named_parameters()}
+    for prefix in ("module.", "_orig_mod."):
+        if not own & update.keys() and all(name.startswith(prefix) for name in update):
+            update = {name.removeprefix(prefix): value for name, value in update.items()}
+    return dict(update)
+
+
+def _wrong(
+    labels: Tensor | None, inputs: Tensor | None, true_labels: Tensor | None, shape: Any, examples: Any, sides: int
+) -> Iterator[Problem]:
+    """Find arguments that cannot be meant, before anything is computed."""
+    if shape is None or len(shape) != sides or not all(isinstance(side, int) and side >= 1 for side in shape):
+        remedy = "say what one input looks like: shape=(channels, height, width) or (columns,), of a text length=tokens"
+        yield Problem("shape", f"is {shape}", remedy)
+    if not (isinstance(examples, int) and examples >= 1):
+        yield Problem("examples", f"is {examples!r}", "give how many examples the update is made from")
+        return
+    for name, value in (("labels", labels), ("truth", inputs), ("truth's labels", true_labels)):
+        if value is not None and len(value) != examples:
+            yield Problem(name, f"hold {len(value)} of {examples} examples", "give one for each example")
+
+
+def _unlikely(space: Space, truth: Tensor | None, labels: Tensor | None, classes: int) -> Iterator[Problem]:
+    """Find a truth that no attacker could reach, and classes that the model does not have."""
+    if labels is not None and len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        yield Problem("labels", f"are {labels.tolist()}", f"the model has {classes} classes: give 0 to {classes - 1}")
+    if truth is None or "tokens" in space.offers:
+        return
+    low, high = (bound.to(truth) for bound in space.bounds(truth))
+    beyond = _BEYOND * float((high - low).max())
+    if bool((truth < low - beyond).any() or (truth > high + beyond).any()):
+        what = f"has values from {float(truth.min()):.3g} to {float(truth.max()):.3g}, where inputs lie between "
+        what += f"{float(low.min()):.3g} and {float(high.max()):.3g}"
+        yield Problem("truth", what, "say what the inputs are: mean= and std=, or bounds=(low, high)")
+
+
+def _unreached(client: Client, update: Mapping[str, Tensor], example: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Return zeros for parameters that were not sent, where the loss does not depend on them."""
+    params = client.params()
+    missing = {name: params[name] for name in client.trained() if name not in update}
+    if not missing:
+        return {}
+    live = dict(client.model.named_parameters())
+    inputs, targets = example
+    with torch.enable_grad():
+        value = client.loss(client.model(inputs), targets).mean()
+        slopes = torch.autograd.grad(value, [live[name] for name in missing], allow_unused=True)
+    return {
+        name: torch.zeros_like(param)
+        for (name, param), slope in zip(missing.items(), slopes, strict=True)
+        if slope is None
+    }
+
+
+def _misfits(client: Client, update: Mapping[str, Tensor]) -> Iterator[Problem]:
+    """Compare an update with what this client would send."""
+    params = client.params()
+    wanted = {name: tuple(params[name].shape) for name in client.trained()}
+    for name in sorted(wanted.keys() - update.keys()):
+        remedy = "give it: the model trains it; if your client does not, call requires_grad_(False) on that parameter"
+        yield Problem(f"update['{name}']", "is missing", remedy)
+    for name, value in update.items():
+        if name not in wanted:
+            yield Problem(f"update['{name}']", "is no trained parameter of the model", "leave it out")
+        elif tuple(value.shape) != wanted[name]:
+            yield Problem(f"update['{name}']", f"is {tuple(value.shape)}", f"the model's is {wanted[name]}")
+        elif value.layout != torch.strided:
+            yield Problem(f"update['{name}']", f"is sparse ({value.layout})", "give value.to_dense()")
+        elif not bool(value.isfinite().all()):
+            yield Problem(f"update['{name}']", "holds NaN or infinity", "give one of a step that did not overflow")
+
+
+def _scores(
+    space: Space, images: Tensor, labels: Tensor, truth: Tensor, true_labels: Tensor | None
+) -> dict[str, float]:
+    """Score images [B, C, H, W] against the truth, in the order that fits best."""
+    matched = space.match(images.unsqueeze(0), truth.unsqueeze(0))[1]
+    found = {name: float(score.mean()) for name, score in space.scores(matched, truth.unsqueeze(0)).items()}
+    if true_labels is not None:
+        found["label_accuracy"] = float(label_accuracy(labels, true_labels.unsqueeze(0)).mean())
+    return found
