@@ -232,33 +232,52 @@ def mainstream_models() -> str:
     return table(["model", "parameters", "works", "changes, or the problem", "gradient (s)", "iteration (s)"], rows)
 
 
+def told_of_trial(line: dict[str, str] | None) -> str:
+    """Write what a recorded attack recovers: the rate, its interval, and the mean SSIM."""
+    if line is None:
+        return "not run"
+    if line["failed"] or not line["asr"]:
+        return line["failed"]
+    low, high = (f"{100 * float(line[name]):.0f}" for name in ("asr_low", "asr_high"))
+    return f"{100 * float(line['asr']):.0f}% ({low}–{high}%), {float(line['ssim_mean']):.2f}"
+
+
+def strongest(lines: list[dict[str, str]]) -> dict[str, str] | None:
+    """Return the recorded attack that recovers most."""
+    return max(lines, key=lambda line: (float(line["asr"] or -1), float(line["ssim_mean"] or -1)), default=None)
+
+
 def every_defence() -> str:
     """List what a non-adaptive attack and the best adaptive one recover behind each recorded defence."""
-    with (SRC.parent / "benchmarks/results/every-defence.csv").open(encoding="utf-8", newline="") as file:
-        recorded = list(csv.DictReader(file))
     cells: dict[tuple[str, str, int], list[dict[str, str]]] = {}
-    for each in recorded:
+    for each in recorded_trials("every-defence.csv"):
         batch = int(each["images"]) // int(each["target_clients"])
         cells.setdefault((each["defence"], each["data"], batch), []).append(each)
-
-    def told(line: dict[str, str] | None) -> str:
-        if line is None:
-            return "not run"
-        if line["failed"] or not line["asr"]:
-            return line["failed"]
-        low, high = (f"{100 * float(line[name]):.0f}" for name in ("asr_low", "asr_high"))
-        return f"{100 * float(line['asr']):.0f}% ({low}–{high}%), {float(line['ssim_mean']):.2f}"
-
-    def strength(line: dict[str, str]) -> tuple[float, float]:
-        return (float(line["asr"] or -1), float(line["ssim_mean"] or -1))
-
     rows: list[list[str]] = []
     for (defence, data, batch), lines in cells.items():
         naive = next((line for line in lines if line["attack"].startswith("ig-scheliga")), None)
-        adaptive = [line for line in lines if line is not naive]
-        best = max(adaptive, key=strength, default=None)
-        rows.append([f"`{defence}`", data, str(batch), told(naive), told(best), f"`{best['attack']}`" if best else ""])
+        best = strongest([line for line in lines if line is not naive])
+        by = f"`{best['attack']}`" if best else ""
+        rows.append([f"`{defence}`", data, str(batch), told_of_trial(naive), told_of_trial(best), by])
     return table(["defence", "data", "batch", "non-adaptive", "adaptive", "best adaptive attack"], rows)
+
+
+def weakest_settings() -> str:
+    """List what the best adaptive attack recovers behind each strength of ten defences."""
+    cells: dict[str, list[dict[str, str]]] = {}
+    for each in recorded_trials("weakest-settings.csv"):
+        cells.setdefault(each["defence"], []).append(each)
+    rows: list[list[str]] = []
+    for defence, lines in cells.items():
+        if best := strongest(lines):
+            rows.append([f"`{defence}`", told_of_trial(best), f"`{best['attack']}`"])
+    return table(["setting", "adaptive", "best attack"], rows)
+
+
+def recorded_trials(name: str) -> list[dict[str, str]]:
+    """Read a recorded run's trials."""
+    with (SRC.parent / "benchmarks/results" / name).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def named(kind: str) -> str:
@@ -453,6 +472,7 @@ TABLES = {
     "models": models,
     "mainstream-models": mainstream_models,
     "every-defence": every_defence,
+    "weakest-settings": weakest_settings,
     "data": lambda: named("data"),
     "runs": lambda: named("runs"),
     "papers": papers,

@@ -67,3 +67,13 @@ def test_page_of_every_defence_shows_the_best_recorded_attack(hook: Any) -> None
             continue
         assert adaptive.startswith(f"{100 * max(known):.0f}% ")
         assert best.strip("`") in {run["attack"] for run in own}
+
+
+def test_page_of_weakest_settings_shows_the_best_recorded_attack(hook: Any) -> None:
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in hook.weakest_settings().splitlines()[2:]]
+    runs = recorded("weakest-settings.csv")
+    assert {line[0] for line in lines} == {f"`{run['defence']}`" for run in runs}
+    for defence, best, by in lines:
+        own = [run for run in runs if f"`{run['defence']}`" == defence and run["asr"]]
+        assert best.startswith(f"{100 * max(float(run['asr']) for run in own):.0f}% ")
+        assert by.strip("`") in {run["attack"] for run in own}
