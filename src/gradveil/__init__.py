@@ -265,9 +265,10 @@ def invert(
     `labels` the attack restores them from the update, where it can, and the result says so. The update is of one
     example unless `labels`, `truth` or `examples` say of how many; an input has the `shape` (channels, height, width),
     that of the truth or of `model.input_shape`. Inputs are (pixel - mean) / std with pixels in [0, 1], or lie in
-    `bounds` ([0, 1] if nothing is said). `defence` is what the update's client has (attacks that simulate it learn of
-    it), `public` examples for attacks that train on them. `truth`, inputs or (inputs, labels), is only compared with
-    the answer. `prepare=True` attacks a copy of the model, as `audit` does.
+    `bounds` (if nothing is said in [0, 1], or between the least and the largest of `public` where those exceed it).
+    `defence` is what the update's client has (attacks that simulate it learn of it), `public` examples for attacks that
+    train on them. `truth`, inputs or (inputs, labels), is only compared with the answer. `prepare=True` attacks a copy
+    of the model, as `audit` does.
 
     Without a name, or with `adaptive`, closed forms are tried first (`analytic`, `unmix`, `r-gap`). If a client with
     the examples of one sends nearly this update, it is taken. Otherwise a search is made, and the answer that comes

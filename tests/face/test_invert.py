@@ -265,3 +265,22 @@ def test_a_defence_that_is_made_with_public_examples_asks_for_them(defence: str)
     public = torch.randn(8, 1, 12, 12, generator=torch.Generator().manual_seed(3)), torch.arange(8) % 3
     found = gv.invert(net, gradient(net), "ig(iterations=2)", public=public, **given)
     assert found.images.shape == (1, 1, 12, 12)
+
+
+def test_a_row_may_lie_outside_the_public_ones_but_not_outside_the_bounds() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    row, label = torch.full((1, 6), 1.5), torch.tensor([1])
+    update: dict[str, Any] = backward(net, row, label)
+    public = torch.rand(8, 6, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 2
+    assert gv.invert(net, update, truth=(row, label), public=public).images.shape == (1, 6)
+    with pytest.raises(gv.GradveilError) as caught:
+        gv.invert(net, update, truth=(row, label), bounds=(0, 1))
+    assert [problem.where for problem in caught.value.problems] == ["truth"]
+
+
+def test_the_range_of_inputs_is_that_of_public_images_which_exceed_it() -> None:
+    net = network()
+    public = 3 * torch.randn(8, 1, 12, 12, generator=torch.Generator().manual_seed(3)), torch.arange(8) % 3
+    found = gv.invert(net, gradient(net), "analytic", truth=example(), public=public)
+    assert found.metrics["psnr"] > 60

@@ -82,7 +82,10 @@ def invert_update(
     refuse(list(_wrong_objects(model, update, truth, local)))
     problems: list[Problem] = []
     local = Local(**local) if isinstance(local, Mapping) else local
-    update = _as_the_model_names_them(model, {name: _tensor(value) for name, value in update.items()})
+    update = _as_the_model_names_them(
+        model,
+        {name: torch.as_tensor(value) if isinstance(value, np.ndarray) else value for name, value in update.items()},
+    )
     shape = (shape,) if isinstance(shape, int) else shape
     texts = text_arguments(model, truth, public, tokenizer, length, where="truth")
     space = _space_of(truth, public) if texts is None else texts.space
@@ -132,7 +135,7 @@ def invert_update(
     classes = count_classes(model, blank[:1])
     (centre, scale), _ = pixel_statistics(bounds, mean, std, [] if public is None else [public[0]])
     space = space or ImageSpace(shape, centre, scale)
-    refuse(list(_unlikely(space, true_inputs, given, classes)))
+    refuse(list(_unlikely(space, true_inputs, given, classes, bounds is not None)))
     (protection,) = against.values()
     domain = Domain(space, classes, *(public or ()))
     client = protection(Client(model, loss, local=local, domain=domain), Key(seed))
@@ -145,14 +148,14 @@ def invert_update(
     sent = _SentUpdate(seen, client, given, None if public is None else Batch(*public), Key(seed, (Stream.ATTACK,)))
     *closed, last = made.values()
     answers: list[tuple[float, Attack, bool, Reconstruction]] = []
-    for by, restored in map(sent.told, closed):
+    for by, restored in map(sent.with_labels, closed):
         if sent.settled(by):
             found = sent.attacked(by)
             answers.append((sent.distance(found), by, restored, found))
             if answers[-1][0] <= _EXACT:
                 break
     if not any(distance <= _EXPLAINS for distance, *_ in answers):
-        by, restored = sent.told(last)
+        by, restored = sent.with_labels(last)
         refuse(list(sent.problems(by)))
         found = sent.attacked(by)
         answers.append((math.nan if words else sent.distance(found), by, restored, found))
@@ -193,7 +196,7 @@ class _SentUpdate:
     public: Batch | None
     key: Key
 
-    def told(self, attack: Attack) -> tuple[Attack, bool]:
+    def with_labels(self, attack: Attack) -> tuple[Attack, bool]:
         """Let an attack that is given the labels restore them, if nobody gave them and it can; and say if it does."""
         if self.labels is not None:
             return attack, False
@@ -246,7 +249,7 @@ class _SentUpdate:
             yield Problem(where, what, remedy)
         for pattern, how in knowledge.tensors.items():
             if isinstance(how, Known) and how.value is None:
-                what = f"is told the true values of '{pattern}', which nobody here knows"
+                what = f"needs the true values of '{pattern}', which nobody here knows"
                 yield Problem(where, what, "choose an attack that finds or guesses them: cdia")
         if isinstance(attack, CanRefuse):
             public = 0 if knowledge.public is None else len(knowledge.public.targets)
@@ -291,10 +294,6 @@ def _wrong_objects(model: Any, update: Any, truth: Any, local: Any) -> Iterator[
             yield Problem(f"local.{name}", "is missing", f"give it: local=gradveil.Local({name}=...)")
 
 
-def _tensor(value: Any) -> Tensor | None:
-    return torch.as_tensor(value) if isinstance(value, np.ndarray) else value
-
-
 def _as_the_model_names_them(model: nn.Module, update: Mapping[str, Any]) -> dict[str, Any]:
     """Take names as DistributedDataParallel and torch.compile write them, which put a word before each."""
     own = {name for name, _ in model.named_parameters()}
@@ -319,13 +318,21 @@ def _wrong(
             yield Problem(name, f"hold {len(value)} of {examples} examples", "give one for each example")
 
 
-def _unlikely(space: Space, truth: Tensor | None, labels: Tensor | None, classes: int) -> Iterator[Problem]:
-    """Find a truth that no attacker could reach, and classes that the model does not have."""
+def _unlikely(
+    space: Space, truth: Tensor | None, labels: Tensor | None, classes: int, bounded: bool
+) -> Iterator[Problem]:
+    """Find a truth that no attacker could reach, and classes that the model does not have.
+
+    Numbers of a row may lie outside those of public rows, unless the caller `bounded` them.
+    """
     if labels is not None and len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         yield Problem("labels", f"are {labels.tolist()}", f"the model has {classes} classes: give 0 to {classes - 1}")
     if truth is None or "tokens" in space.offers:
         return
-    low, high = (bound.to(truth) for bound in space.bounds(truth))
+    limits = space.bounds(truth) if bounded else space.limits(truth)
+    if limits is None:
+        return
+    low, high = limits
     beyond = _BEYOND * float((high - low).max())
     if bool((truth < low - beyond).any() or (truth > high + beyond).any()):
         what = f"has values from {float(truth.min()):.3g} to {float(truth.max()):.3g}, where inputs lie between "
