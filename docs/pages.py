@@ -232,7 +232,7 @@ def mainstream_models() -> str:
     return table(["model", "parameters", "works", "changes, or the problem", "gradient (s)", "iteration (s)"], rows)
 
 
-def told_of_trial(line: dict[str, str] | None) -> str:
+def share_recovered(line: dict[str, str] | None) -> str:
     """Write what a recorded attack recovers: the rate, its interval, and the mean SSIM."""
     if line is None:
         return "not run"
@@ -258,7 +258,7 @@ def every_defence() -> str:
         naive = next((line for line in lines if line["attack"].startswith("ig-scheliga")), None)
         best = strongest([line for line in lines if line is not naive])
         by = f"`{best['attack']}`" if best else ""
-        rows.append([f"`{defence}`", data, str(batch), told_of_trial(naive), told_of_trial(best), by])
+        rows.append([f"`{defence}`", data, str(batch), share_recovered(naive), share_recovered(best), by])
     return table(["defence", "data", "batch", "non-adaptive", "adaptive", "best adaptive attack"], rows)
 
 
@@ -270,7 +270,7 @@ def weakest_settings() -> str:
     rows: list[list[str]] = []
     for defence, lines in cells.items():
         if best := strongest(lines):
-            rows.append([f"`{defence}`", told_of_trial(best), f"`{best['attack']}`"])
+            rows.append([f"`{defence}`", share_recovered(best), f"`{best['attack']}`"])
     return table(["setting", "adaptive", "best attack"], rows)
 
 
