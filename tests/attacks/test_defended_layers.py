@@ -150,9 +150,9 @@ def test_update_of_zeros_is_reported_as_stalled():
 
 
 @pytest.mark.parametrize(("model", "chain"), [("scheliga-cnn", True), ("resnet18", False)])
-def test_adaptive_estimates_only_plain_chains_behind_defences(model, chain):
+def test_adaptive_solves_plain_chains_and_estimates_them_where_updates_are_changed(model, chain):
     raw = {"name": "r", "data": {"name": "faces", "size": 32, "public": 12}, "model": {"name": model}}
-    raw |= {"target_clients": 1, "defences": ["none", "dgp", "dropout"], "attacks": ["ig"]}
+    raw |= {"target_clients": 1, "defences": ["none", "label-smoothing", "dgp", "dropout"], "attacks": ["ig"]}
     experiment = open_experiment(resolve(raw), checked=False)
     added = widened(experiment, decide(experiment))[0].config.attacks[1:]
-    assert added == (["r-gap", f"{FULL} on dgp"] if chain else [])
+    assert added == (["r-gap on none", "r-gap on label-smoothing", f"{FULL} on dgp"] if chain else [])

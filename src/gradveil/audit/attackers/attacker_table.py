@@ -231,6 +231,7 @@ RULES: tuple[Rule, ...] = (
         "the equations of the layers are solved from the last to the first",
         update=("one example", "solvable chain"),
         excludes=("shown input",),
+        unless=("changes updates", "drops units"),
         unlabelled="labels=idlg",
         weakness="one image may come back in closed form",
         ends="more examples an update or local steps end it",

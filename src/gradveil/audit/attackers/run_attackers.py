@@ -219,11 +219,10 @@ _SHOWN: Trait = "changes updates"
 
 def _does(rule: Rule, defence: str, client: Client) -> bool:
     """Whether a defence does what a row asks for."""
-    if excludes(rule, defence):
+    changes = client.step is not None or client.send is not None
+    if excludes(rule, defence) or (changes and _SHOWN in rule.unless):
         return False
-    if rule.defence == _SHOWN:
-        return client.step is not None or client.send is not None
-    return aims_at(rule, defence)
+    return changes if rule.defence == _SHOWN else aims_at(rule, defence)
 
 
 def _problems(attack: Attack, known: UpdateFacts, client: Client) -> str:
