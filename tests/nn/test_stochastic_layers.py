@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.nn.initial_weights import initialise
+from gradveil.nn.model_outputs import adopted
 from gradveil.nn.models import MODELS, build
 from gradveil.nn.module_paths import caught_by_linear, downstream, features, last_layer, output_shape
 from gradveil.nn.stochastic import collect_penalties, model_noise, noise_names
@@ -250,8 +251,36 @@ def test_several_surgeries_follow_each_other(generator: torch.Generator) -> None
     }
 
 
+class Residual(nn.Module):
+    """One activation module that runs twice, as in a residual block of torchvision, and one whose shapes differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.start = nn.Conv2d(3, 4, 3, padding=1), nn.Sigmoid()
+        self.conv, self.relu, self.fc = nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), nn.Linear(4, 2)
+        self.other = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(self.enter(x))
+        x = self.relu(self.conv(self.relu(x)) + x)
+        return self.fc(self.other(self.other(x).mean((2, 3))))
+
+
+def test_models_that_declare_no_places_have_them_after_their_activations(generator: torch.Generator) -> None:
+    net, x = Residual(), torch.rand(2, 3, 8, 8, generator=generator)
+    known = adopted(net, x)
+    assert not hasattr(net, "input_shape")
+    assert known.fc is net.fc
+    dropped = with_dropout(known)
+    assert noise_names(dropped) == {"start.dropout.mask", "relu.dropout.mask"}
+    assert dropped.relu.dropout.calls == 2
+    assert noise_names(with_cvb(known, generator)) == {"start.cvb.eps"}
+    functional = adopted(nn.Sequential(nn.Conv2d(3, 4, 8), nn.Flatten(), nn.Linear(4, 2)), x)
+    assert noise_names(with_dropout(functional)) == {"0.dropout.mask"}
+
+
 BAD = [
-    (lambda m, u, g: with_dropout(u), r"declares no dropout_positions -> give the module paths"),
+    (lambda m, u, g: with_dropout(u), r"declares no dropout_positions -> give the paths .*, some of: fc, conv, bn"),
     (lambda m, u, g: with_dropout(m, where=["body.block9", "x"]), r"dropout.where body.block9: no such.*\n.*where x:"),
     (lambda m, u, g: with_cvb(u, g), r"declares no cvb_position -> give a module path, one of: fc, conv, bn"),
     (lambda m, u, g: with_cvb(u, g, position="conv"), r"declares no input_shape -> set model.input_shape"),

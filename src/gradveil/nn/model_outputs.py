@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,10 +49,10 @@ class LogitsOnly:
 
 def returning_logits(model: nn.Module, inputs: Tensor) -> nn.Module:
     """Return a copy of a model that returns its logits alone; the model itself if it does, or fails on the inputs."""
-    copy = deepcopy(model)
+    other = deepcopy(model)
     try:
         with torch.random.fork_rng(), torch.no_grad():
-            outputs = copy(inputs.detach().clone())
+            outputs = other(inputs.detach().clone())
     except FOREIGN:
         return model
     if isinstance(outputs, Tensor) or logits_in(outputs) is None:
@@ -68,11 +68,15 @@ def logits_only(model: nn.Module) -> nn.Module:
 
 
 def adopted(model: nn.Module, inputs: Tensor) -> nn.Module:
-    """Return a user's model as an audit or a training needs it: it can be copied, and returns logits alone.
+    """Return a user's model as an audit or a training needs it: it can be copied, returns logits, knows `input_shape`.
 
-    The model itself is returned where it does both already, and is never changed.
+    The model itself is returned where it does all of this already, and is never changed.
     """
     try:
-        return returning_logits(copyable(model), inputs)
+        model = returning_logits(copyable(model), inputs)
+        if not hasattr(model, "input_shape"):
+            model = copy(model)
+            object.__setattr__(model, "input_shape", tuple(inputs.shape[1:]))
     except FOREIGN:  # `gradveil.nn.check` reports a model that cannot be copied
-        return model
+        pass
+    return model

@@ -66,6 +66,33 @@ def first_layer(model: nn.Module, inputs: Tensor) -> str:
     return next((path for path in ran if isinstance(at(model, path), _LINEAR)), ran[0])
 
 
+_ACTIVATIONS = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus,
+    nn.Sigmoid, nn.Tanh, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh,
+)  # fmt: skip
+
+
+def hidden_activations(model: nn.Module, inputs: Tensor) -> dict[str, list[tuple[int, ...]]]:
+    """Return the activations that run before the last layer, with the shape of each call's output, in their order.
+
+    A model that calls its activations as functions has the layers before them instead.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> hidden_activations(net, torch.zeros(1, 2)), hidden_activations(nn.Sequential(net[0], net[2]), torch.zeros(1, 2))
+    ({'1': [(1, 3)]}, {'0': [(1, 3)]})
+    """
+    ran: dict[str, list[tuple[int, ...]]] = {}
+
+    def note(path: str) -> Callable[..., None]:
+        return lambda _module, _inputs, out: ran.setdefault(path, []).append(tuple(out.shape))
+
+    modules = {path: m for path, m in model.named_modules() if isinstance(m, (*_ACTIVATIONS, *_LINEAR))}
+    _run(model, inputs, [module.register_forward_hook(note(path)) for path, module in modules.items()])
+    last = max((place for place, path in enumerate(ran) if isinstance(modules[path], nn.Linear)), default=len(ran))
+    hidden = {path: shapes for place, (path, shapes) in enumerate(ran.items()) if place < last}
+    return {p: shapes for p, shapes in hidden.items() if isinstance(modules[p], _ACTIVATIONS)} or hidden
+
+
 def features(model: nn.Module, inputs: Tensor, path: str | None = None) -> Tensor:
     """Return the differentiable input of the last layer (or of the layer at `path`) for a batch."""
     with caught_inputs(model, path or last_layer(model)) as caught:

@@ -14,7 +14,15 @@ from torch.nn import functional as F
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Bernoulli, Noise, Normal
 from gradveil.nn.initial_weights import initialise
-from gradveil.nn.module_paths import at, insert_after, insert_before, last_layer, like, output_shape
+from gradveil.nn.module_paths import (
+    at,
+    hidden_activations,
+    insert_after,
+    insert_before,
+    last_layer,
+    like,
+    output_shape,
+)
 from gradveil.nn.stochastic import Stochastic, penalise
 from gradveil.nn.token_layout import TokenModel
 
@@ -94,19 +102,25 @@ def with_dropout(model: nn.Module, p: float = 0.25, where: Sequence[str] | None 
     """Copy a model and insert `Dropout(p)` after the modules at the given paths.
 
     The default is the model's `dropout_positions`: every convolutional block (after its activation, before pooling),
-    every stage of a ResNet, every block of the vision transformer. To an `nn.Sequential` the dropout is appended, so
-    that no parameter changes its name.
+    every stage of a ResNet, every block of the vision transformer. A model that declares none has it after every
+    activation before the last layer, as long as all calls of one give the same shape. To an `nn.Sequential` the dropout
+    is appended, so that no parameter changes its name.
     """
-    positions = getattr(model, "dropout_positions", ()) if where is None else where
-    if not positions:
-        raise fail("dropout.where", "this model declares no dropout_positions", "give the module paths to put it after")
     known = dict(model.named_modules())
+    positions = dict.fromkeys(getattr(model, "dropout_positions", ()) if where is None else where, 1)
+    if not positions:
+        inputs = _blank(model)
+        hidden = {} if inputs is None else hidden_activations(model, inputs)
+        positions = {path: len(shapes) for path, shapes in hidden.items() if len({*shapes}) == 1}
+    if not positions:
+        remedy = f"give the paths of the modules to put it after, some of: {', '.join(path for path in known if path)}"
+        raise fail("dropout.where", "this model declares no dropout_positions", remedy)
     remedy = f"its modules: {', '.join(path for path in known if path)}"
     refuse([Problem(f"dropout.where {p}", "no such module", remedy) for p in positions if p not in known])
     refuse([problem for path in positions for problem in _read(model, path, "dropout.where")])
     copy = deepcopy(model)
     for path in sorted(positions, reverse=True):
-        copy = insert_after(copy, path, "dropout", Dropout(p))
+        copy = insert_after(copy, path, "dropout", Dropout(p, calls=positions[path]))
     return copy
 
 
@@ -269,16 +283,20 @@ def with_cvb(
 ) -> nn.Module:
     """Copy a model and put a `ConvBottleneck` after the module at `position`.
 
-    Position, kernel and beta default to the model's `cvb_position`, `cvb_kernel` and `cvb_beta`. A custom model needs a
-    position, and `inputs`: one batch of any size, which determines the shape at that position. The bottleneck's weights
-    come from the generator, all others stay.
+    Position, kernel and beta default to the model's `cvb_position`, `cvb_kernel` and `cvb_beta`. `inputs`, one batch of
+    any size, determines the shape at that position where the model has no `input_shape`. A model that declares no
+    position has it after the first activation of feature maps. The bottleneck's weights come from the generator, all
+    others stay.
     """
     copy = deepcopy(model)
+    inputs = _blank(model) if inputs is None else inputs
     path = position or getattr(model, "cvb_position", None)
+    if path is None and inputs is not None:
+        hidden = hidden_activations(model, inputs)
+        path = next((path for path, shapes in hidden.items() if [len(shape) for shape in shapes] == [4]), None)
     if path is None:
         paths = ", ".join(name for name, _ in model.named_modules() if name)
         raise fail("cvb.position", "this model declares no cvb_position", f"give a module path, one of: {paths}")
-    inputs = _blank(model) if inputs is None else inputs
     if inputs is None:
         what = "this model declares no input_shape"
         raise fail("cvb.inputs", what, "set model.input_shape = (C, H, W), or give one batch of inputs")
