@@ -12,29 +12,33 @@ import torch
 from torch.utils import backend_registration
 
 DATA = {"name": "digits", "size": 16, "public": 40, "gallery": 20}
+IMAGES = {"data": DATA, "model": {"name": "lenet-zhu"}, "client": {"batch": 2}, "target_clients": 2, "iterations": 3}
+ROWS = {"data": {"name": "census"}, "model": {"name": "tabular-mlp"}, "client": {"batch": 4}, "iterations": 3}
+TEXTS = {"data": {"name": "reviews"}, "model": {"name": "small-encoder", "options": {"width": 48}}}
 RUNS: dict[str, dict[str, Any]] = {
-    "noise and clips": {
-        "attacks": ["ig", "cdia", "learned(epochs=1)"],
-        "defences": ["dp", "gaussian(0.01)", "mixup"],
-    },
-    "pruning and bottlenecks": {
+    "noise and clips": IMAGES
+    | {"attacks": ["ig", "cdia", "learned(epochs=1)"], "defences": ["dp", "gaussian(0.01)", "mixup"]},
+    "pruning and bottlenecks": IMAGES
+    | {
         "attacks": ["cdia(rounds=all)", "gi(labels=restore)", "learned(epochs=1)"],
         "defences": ["dgp", "precode", "none"],
         "rounds": 2,
     },
-    "malicious servers and others": {
+    "malicious servers and others": IMAGES
+    | {
         "attacks": ["rob(bins=16)", "curious(rows=16)", "averaging", "dlg"],
         "defences": ["minmax(0.5)"],
         "rounds": 2,
     },
+    "rows": ROWS | {"attacks": ["tableak", "unmix"], "defences": ["none"]},
+    "texts": TEXTS | {"attacks": ["embedding-rows", "embedding-search(steps=2)"], "defences": ["none"]},
 }
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What came back of each run on either device, from one process: it takes long to start."""
-    same = {"name": "r", "data": DATA, "model": {"name": "lenet-zhu"}, "client": {"batch": 2}, "target_clients": 2}
-    runs = {name: same | {"iterations": 3} | settings for name, settings in RUNS.items()}
+    runs = {name: {"name": "r", "target_clients": 1} | settings for name, settings in RUNS.items()}
     words = [sys.executable, "-m", "tests.fake_device", json.dumps(runs)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

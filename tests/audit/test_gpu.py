@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import gradveil as gv
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.run_file import resolve
 from tests.fake_device import attacked
@@ -16,6 +18,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 IMAGES = {"data": {"name": "digits", "size": 32, "public": 40, "gallery": 20}, "model": {"name": "scheliga-cnn"}}
 PERCEPTRON = IMAGES | {"model": {"name": "mlp"}}
+ROWS = {"data": {"name": "census"}, "model": {"name": "tabular-mlp"}, "client": {"batch": 4}}
+TEXTS = {"data": {"name": "reviews"}, "model": {"name": "small-encoder", "options": {"width": 96}}, "iterations": None}
 ATTACKS: dict[str, dict[str, Any]] = {
     "searches": IMAGES | {"attacks": ["dlg", "ig", "cdia", "portfolio", "sapag", "gi"], "defences": ["none"]},
     "local training": IMAGES
@@ -40,6 +44,12 @@ ATTACKS: dict[str, dict[str, Any]] = {
         "attacks": ["cdia"],
         "defences": ["precode", "cvb", "dropout(0.25)", "keylock", "sign", "quantise(bits=3)", "standin", "censor"],
     },
+    "rows": ROWS | {"attacks": ["tableak", "unmix"], "defences": ["none", "gaussian(1e-3)"]},
+    "texts": TEXTS
+    | {
+        "attacks": ["span", "span-rank", "embedding-rows", "embedding-search(steps=2)"],
+        "defences": ["none", "gaussian(1e-3)"],
+    },
 }
 BITS_OF_NOISE = 1e-6
 """Sums are added in another order on a GPU; in float64, few iterations keep this far together."""
@@ -59,6 +69,20 @@ def test_an_audit_finds_the_same_on_a_gpu(name: str) -> None:
         torch.testing.assert_close(
             found, expected, rtol=0, atol=BITS_OF_NOISE, msg=lambda text, t=trial: f"{t}: {text}"
         )
+
+
+@pytest.mark.parametrize("attack", [None, "cdia(iterations=3)", "learned(epochs=1)"])
+def test_one_update_on_a_gpu_is_inverted(attack: str | None) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 32), nn.ReLU(), nn.Linear(32, 10)).cuda()
+    truth, labels = torch.rand(1, 3, 8, 8), torch.tensor([3])
+    nn.functional.cross_entropy(net(truth.cuda()), labels.cuda()).backward()
+    sent = {name: parameter.grad for name, parameter in net.named_parameters()}
+    public = torch.rand(20, 3, 8, 8), torch.arange(20) % 10
+    found = gv.invert(net, sent, attack, labels=labels, truth=truth, public=public, bounds=(0, 1))
+    assert found.images.isfinite().all()
+    if attack is None:
+        torch.testing.assert_close(found.images.cpu(), truth, rtol=0, atol=1e-3)
 
 
 def test_a_gpu_convolves_in_float32_as_a_cpu_does() -> None:

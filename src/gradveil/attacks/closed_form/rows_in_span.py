@@ -29,7 +29,7 @@ def rows_in_span(right: Tensor, columns: tuple[TableColumn, ...]) -> Tensor:
     basis = torch.linalg.qr(right.mT)[0].mT
     blocks = [part for part, column in zip(_split(basis, columns), columns, strict=True) if column.levels]
     blocks = [part.mT for part in blocks]
-    nodes, free = basis.new_zeros(1, len(basis)), torch.eye(len(basis), dtype=basis.dtype)
+    nodes, free = basis.new_zeros(1, len(basis)), torch.eye(len(basis), dtype=basis.dtype, device=basis.device)
     while blocks:
         # The column with the most levels in the batch leaves the fewest unknowns.
         gains = [_rank(block @ free) if free.shape[1] else 0 for block in blocks]
@@ -44,7 +44,8 @@ def rows_in_span(right: Tensor, columns: tuple[TableColumn, ...]) -> Tensor:
 def _given(nodes: Tensor, free: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
     """Extend every node by every level of a column; return those with a solution, and the directions left free."""
     levels = len(block)
-    wanted = torch.eye(levels, dtype=block.dtype) - (nodes @ block.mT).unsqueeze(1)  # [nodes, level, levels]
+    one_hot = torch.eye(levels, dtype=block.dtype, device=block.device)
+    wanted = one_hot - (nodes @ block.mT).unsqueeze(1)  # [nodes, level, levels]
     # A vector is (node + free s) basis: block free s = e_level - block node, solved by the singular vectors of block
     # free.
     change = block @ free
@@ -74,7 +75,7 @@ def proven_rows(rows: Tensor, right: Tensor, gradient: Tensor, active: Tensor) -
     """
     basis = torch.linalg.qr(right.mT)[0].mT
     places, sums = rows @ basis.mT, gradient @ basis.mT
-    proven, alive = (torch.full((len(rows),), value) for value in (False, True))
+    proven, alive = (torch.full((len(rows),), value, device=rows.device) for value in (False, True))
     before = -1
     while int(proven.sum()) > before:
         before = int(proven.sum())

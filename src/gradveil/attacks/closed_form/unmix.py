@@ -327,7 +327,7 @@ class _MixedGradients:
         rows = rows_in_span(span.right, space.columns)
         if len(rows) < len(span.right):
             return None
-        proven = torch.zeros(len(rows), dtype=torch.bool)
+        proven = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
         if relu:
             active = rows @ self.weight.mT + self.offset > 0
             proven = proven_rows(rows, span.right, self.gradient[place], active.mT)

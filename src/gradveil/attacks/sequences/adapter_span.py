@@ -78,7 +78,7 @@ def _span(gradients: Sequence[Tensor], dtype: torch.dtype) -> TokenSpan:
     _, sizes, directions = torch.linalg.svd(stacked, full_matrices=False)
     rank = int((sizes > TOLERANCE * sizes[0].clamp_min(1e-300)).sum())
     if rank <= min(stacked.shape) - FREE:
-        return TokenSpan(directions[:rank].to(dtype), torch.ones(rank, dtype=dtype), exact=True)
+        return TokenSpan(directions[:rank].to(dtype), directions.new_ones(rank, dtype=dtype), exact=True)
     # Full: inputs have only a share in these directions; where they are all there are, strong ones count more.
     weights = torch.ones_like(sizes) if rank < stacked.shape[1] else 1 - (sizes[-1] / sizes).square()
     return TokenSpan(directions.to(dtype), weights.clamp(0, 1).to(dtype), exact=False)

@@ -28,6 +28,7 @@ class BagOfWords:
     examples: int
     count: int
     """Words that are listed where nothing says which the update holds."""
+    device: torch.device
     prior: LogPrior | None = None
     public: Tensor | None = None
     """Public texts [N, T]."""
@@ -41,7 +42,7 @@ class BagOfWords:
         if self.rows is not None:
             self.words = self.rows.bag
             return
-        used = torch.zeros(len(self.space.vocabulary))
+        used = torch.zeros(len(self.space.vocabulary), device=self.device)
         if self.public is not None:
             used = torch.bincount(self.public.long().flatten(), minlength=len(used)).float()
         used[self.space.padding] = -1
@@ -50,7 +51,7 @@ class BagOfWords:
     def listed(self) -> Candidates:
         """Return the words of each position, those with the largest share of its row first."""
         length = self.space.shape[0]
-        residuals = torch.ones(length, len(self.words))
+        residuals = torch.ones(length, len(self.words), device=self.words.device)
         if self.rows is not None and self.rows.shares is not None:
             shares = self.rows.shares
             residuals[: len(shares)] = (1 - shares).clamp(_SURE, 1)

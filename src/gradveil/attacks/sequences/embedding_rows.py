@@ -63,31 +63,31 @@ class EmbeddingRows(Checked):
         seen, space = observations[-1], text_space(knowledge)
         model = simulated_client.model
         assert isinstance(model, TokenModel)
-        texts, bags = [], []
+        texts, bags, device = [], [], next(iter(seen.params.values())).device
         for client in range(len(seen.target_clients)):
             update = {name: value[client] for name, value in seen.update.items()}
             rows = word_rows(update, model.layout, self.words * seen.examples)
             bags.append(0.0 if rows is None else float(len(rows.bag)))
-            texts.append(_arranged(rows, seen.examples, space))
+            texts.append(_arranged(rows, seen.examples, space, device))
         inputs = torch.stack(texts)
         targets = token_targets(seen, simulated_client, knowledge, inputs)
-        misfit = torch.zeros(len(texts))
-        result = in_closed_form(inputs, targets, misfit, torch.ones(len(texts), dtype=torch.bool), began, progress)
+        misfit = torch.zeros(len(texts), device=device)
+        result = in_closed_form(inputs, targets, misfit, torch.isfinite(misfit), began, progress)
         return replace(result, remarks=(Remark("{} words in the embedding's rows", tuple(bags)),))
 
 
-def _arranged(rows: WordRows | None, examples: int, space: TextSpace) -> Tensor:
+def _arranged(rows: WordRows | None, examples: int, space: TextSpace, device: torch.device) -> Tensor:
     """Return texts [B, T]: at each position its B words, or the bag in the order of numbers, dealt out evenly."""
     if rows is None:
-        return padded([], examples, space)
+        return padded([], examples, space, device)
     if rows.shares is None:
-        special = torch.tensor([number for number in (space.padding, space.start, space.end) if number is not None])
-        words = rows.bag[~torch.isin(rows.bag, special)]
-        return padded([words[place::examples] for place in range(examples)], examples, space)
+        special = [number for number in (space.padding, space.start, space.end) if number is not None]
+        words = rows.bag[~torch.isin(rows.bag, torch.tensor(special, device=device))]
+        return padded([words[place::examples] for place in range(examples)], examples, space, device)
     count = min(examples, len(rows.bag))
     best = rows.bag[rows.shares.topk(count, dim=1).indices]
     columns = [best[:, min(place, count - 1)] for place in range(examples)]
-    return padded([_until_end(column, space) for column in columns], examples, space)
+    return padded([_until_end(column, space) for column in columns], examples, space, device)
 
 
 def _until_end(words: Tensor, space: TextSpace) -> Tensor:

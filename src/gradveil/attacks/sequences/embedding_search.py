@@ -113,18 +113,18 @@ class EmbeddingSearch(Checked):
         for place, number in enumerate(seen.target_clients):
             search = _Search(self, seen, place, simulated_client, knowledge, space, prior, key.child(number))
             found = search.run()
-            texts.append(padded(found.words, seen.examples, space))
+            texts.append(padded(found.words, seen.examples, space, search.table.device))
             labels.append(found.labels)
             misfits.append(found.misfit)
             starts.append(search.began_at)
         inputs, targets = torch.stack(texts), torch.stack(labels)
         if knowledge.targets is None:
             targets = targets.sort(1).values
-        misfit = torch.tensor(misfits).double().exp()
+        misfit = torch.tensor(misfits, device=inputs.device).double().exp()
         result = in_closed_form(inputs, targets, misfit, torch.isfinite(misfit), began, progress)
         result = replace(
             result,
-            initial=torch.tensor(starts).double().exp(),
+            initial=torch.tensor(starts, device=inputs.device).double().exp(),
             iterations=result.iterations * self.steps,
             match=simulated(simulated_client, observations).match(inputs, targets, key),
             remarks=(Remark("{}% of the update not explained by the texts", tuple((100 * misfit).tolist())),),
@@ -224,7 +224,8 @@ class _Search:
             public = None if self.knowledge.public is None else self.knowledge.public.inputs
             most = max(self.attack.shortlist, self.seen.examples * self.space.shape[0])
             rows = update if self.attack.rows else {}
-            bag = BagOfWords(rows, self.layout, self.space, self.seen.examples, most, self.prior, public)
+            known = self.layout, self.space, self.seen.examples
+            bag = BagOfWords(rows, *known, most, self.table.device, self.prior, public)
             return bag.listed(), bag.ranked, bag.proposed
         ranking = SpanAttack(ranked=True, rows=self.attack.rows)
         spans = SpanSearch(
@@ -264,8 +265,8 @@ class _Search:
         examples, space = self.seen.examples, self.space
         marks = [mark for mark in (space.start, space.end) if mark is not None]
         texts = [one.words for one in self.ranked()]
-        texts += [torch.tensor(marks)] * (examples - len(texts))
-        inputs = padded(texts, examples, space).unsqueeze(0)
+        texts += [torch.tensor(marks, device=self.table.device)] * (examples - len(texts))
+        inputs = padded(texts, examples, space, self.table.device).unsqueeze(0)
         update = {name: value[self.client : self.client + 1] for name, value in self.seen.update.items()}
         own = replace(self.seen, update=update, target_clients=(self.seen.target_clients[self.client],))
         known = self.knowledge
@@ -279,11 +280,12 @@ class _Search:
         granted = self.knowledge.targets is not None or self.layout.predicts_words
         if granted or len(draft.words) > 1 or classes > _LABELS:
             return draft
-        tried = [self._measured(replace(draft, labels=torch.tensor([label]))) for label in range(classes)]
+        each = torch.arange(classes, device=self.table.device).split(1)
+        tried = [self._measured(replace(draft, labels=label)) for label in each]
         return min(tried, key=lambda one: one.misfit)
 
     def _measured(self, draft: _Draft) -> _Draft:
-        ids = padded(draft.words, len(draft.words), self.space)
+        ids = padded(draft.words, len(draft.words), self.space, self.table.device)
         return replace(draft, misfit=float(self.misfit(_trimmed(ids, self.space, self.layout), draft.labels)))
 
     def _with_lengths(self, draft: _Draft) -> _Draft:
@@ -343,7 +345,7 @@ class _Search:
         """Take steps over the mixtures of a batch's words; return these and the last log misfit."""
         mixtures = [self._mixture(words) for words in draft.words]
         logits = [mixture.logits.clone().requires_grad_() for mixture in mixtures]
-        ids = padded(draft.words, len(draft.words), self.space)
+        ids = padded(draft.words, len(draft.words), self.space, self.table.device)
         optimiser = torch.optim.Adam(logits, lr=_STEP)
         reached = torch.inf
         for step in range(steps):

@@ -104,7 +104,7 @@ class EntryLikelihood(SentenceLikelihood):
 
     def log_likelihoods(self, columns: Tensor) -> Tensor:
         """Return the log likelihoods [N] of sentences, given as columns [N, T] of the candidates."""
-        return torch.tensor([self._fit(one).log_likelihood for one in columns])
+        return torch.tensor([self._fit(one).log_likelihood for one in columns], device=columns.device)
 
     def exchanged(self, columns: Tensor, place: int) -> Tensor:
         """Return the log likelihood [K], up to a constant, of a sentence with each candidate at a place.
@@ -155,7 +155,7 @@ class EntryLikelihood(SentenceLikelihood):
         tokens, entries = len(inputs), self._sent.sum(1)
         products = self._products(self._sent, inputs)
         sizes = products.diagonal(dim1=1, dim2=2).mean()
-        factors = torch.linalg.cholesky_ex(products + _RIDGE * sizes * torch.eye(tokens))[0]
+        factors = torch.linalg.cholesky_ex(products + _RIDGE * sizes * torch.eye(tokens, device=inputs.device))[0]
         coefficients = torch.cholesky_solve((self.values @ inputs.T).unsqueeze(2), factors).squeeze(2)
         rest = self._sent * (self.values - coefficients @ inputs)
         left, whole = float(rest.square().sum()), float(self.values.square().sum())
@@ -167,13 +167,13 @@ class EntryLikelihood(SentenceLikelihood):
         """Fit rows by logistic regression with normal coefficients, from where the sentence was fitted if it was."""
         tokens, rows = len(inputs), len(self.values)
         precision = tokens / logit**2
-        coefficients = torch.zeros(rows, tokens) if start is None else start
+        coefficients = inputs.new_zeros(rows, tokens) if start is None else start
         loss = math.inf
         for _ in range(_STEPS):
             margins = self.values * (coefficients @ inputs)
             wrong = torch.sigmoid(-margins)
             slopes, curvatures = self.values * wrong, wrong * (1 - wrong)
-            products = self._products(curvatures, inputs) + precision * torch.eye(tokens)
+            products = self._products(curvatures, inputs) + precision * torch.eye(tokens, device=inputs.device)
             factors = torch.linalg.cholesky_ex(products)[0]
             penalty = precision / 2 * coefficients.square().sum()
             last, loss = loss, float(torch.nn.functional.softplus(-margins).sum() + penalty)

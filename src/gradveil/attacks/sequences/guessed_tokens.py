@@ -29,9 +29,9 @@ def with_guesses(
     words = public.unique().long()
     for token in (space.padding, space.start, space.end, *masks):
         words = words[words != token] if token is not None else words
+    placeholders = torch.tensor(sorted(m for m in masks if m is not None), device=found.inputs.device)
     guessed = [
-        guess_tokens(text, torch.isin(text, torch.tensor(sorted(m for m in masks if m is not None))), prior, words)
-        for text in found.inputs.flatten(0, 1).long()
+        guess_tokens(text, torch.isin(text, placeholders), prior, words) for text in found.inputs.flatten(0, 1).long()
     ]
     return replace(found, inputs=torch.stack(guessed).view_as(found.inputs), before_undoing=found.inputs)
 
@@ -43,7 +43,7 @@ def guess_tokens(text: Tensor, unknown: Tensor, prior: LogPrior, words: Tensor) 
     >>> guess_tokens(text, unknown, lambda before, after: (after == before + 1).float(), torch.arange(9)).tolist()
     [1, 2, 3, 4]
     """
-    rows, costs = text[:0].unsqueeze(0), torch.zeros(1)
+    rows, costs = text[:0].unsqueeze(0), torch.zeros(1, device=text.device)
     for token, is_unknown in zip(text, unknown.tolist(), strict=True):
         choices = words if is_unknown and len(words) else token.unsqueeze(0)
         longer = torch.cat([rows.repeat_interleave(len(choices), 0), choices.repeat(len(rows)).unsqueeze(1)], 1)

@@ -170,7 +170,7 @@ class SentenceLikelihood:
                     swapped = orders[0].copy()
                     swapped[one], swapped[other] = other, one
                     orders.append(swapped)
-        order, tokens = torch.tensor(orders), len(words)
+        order, tokens = torch.tensor(orders, device=words.device), len(words)
         places = torch.arange(tokens)
         listed = self.candidates.words[:tokens] == words.view(-1, 1, 1)
         listed &= torch.isfinite(self.candidates.residuals[:tokens])
@@ -208,7 +208,8 @@ class SentenceLikelihood:
     def log_priors(self, words: Tensor) -> Tensor:
         """Return the log prior [N] of sentences [N, T]; without public texts all words are as likely."""
         if self.prior is None:
-            return torch.full((len(words),), -words.shape[1] * math.log(len(self.layout.word_table(self.params))))
+            logs = -words.shape[1] * math.log(len(self.layout.word_table(self.params)))
+            return torch.full((len(words),), logs, device=words.device)
         return self.prior(words[:, :-1].flatten(), words[:, 1:].flatten()).view(len(words), -1).sum(1)
 
     def words(self, columns: Tensor) -> Tensor:

@@ -166,7 +166,7 @@ class SentenceSearch:
     def _second(self, ids: Tensor) -> Tensor:
         """Return the residuals [N, T] of the second layer; ones without it, or without sentences."""
         if self.second is None or not len(ids):
-            return torch.ones(ids.shape, dtype=self.candidates.residuals.dtype)
+            return self.candidates.residuals.new_ones(ids.shape)
         parts = ids.split(_AT_ONCE)
         return torch.cat([self.second.residuals(self.layout.inputs(self.model, self.params, p, 1)) for p in parts])
 

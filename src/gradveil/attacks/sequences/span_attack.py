@@ -139,18 +139,18 @@ class SpanAttack(Checked):
         seen = observations[-1]
         space = text_space(knowledge)
         prior = self._prior(knowledge, space)
-        texts, costs, ranks, proofs = [], [], [], []
+        texts, costs, ranks, proofs, device = [], [], [], [], next(iter(seen.params.values())).device
         for client in range(len(seen.target_clients)):
             one = SpanSearch(self, seen, client, simulated_client, knowledge, space, prior)
             sentences = one.recovered()
-            texts.append(padded([s.words for s in sentences], seen.examples, space))
+            texts.append(padded([s.words for s in sentences], seen.examples, space, device))
             costs.append(sum(s.cost for s in sentences) / len(sentences) if sentences else torch.inf)
             ranks.append(float(one.rank))
             proofs.append(float(sum(s.proved for s in sentences)))
-        inputs, costs = torch.stack(texts), torch.tensor(costs)
+        inputs, costs = torch.stack(texts), torch.tensor(costs, device=device)
         targets = token_targets(seen, simulated_client, knowledge, inputs)
         # Sentences that nothing proves show that a defence works only if noise or pruning was expected and ranked.
-        proved = torch.tensor(proofs) == seen.examples
+        proved = torch.tensor(proofs, device=device) == seen.examples
         defended = any((simulated_client.batch, simulated_client.step, simulated_client.send))
         sound = torch.isfinite(costs) & (proved | (self.ranked and defended))
         result = in_closed_form(inputs, targets, costs, sound, began, progress)
@@ -544,9 +544,9 @@ class SpanSearch:
             mark = self.space.end if position else self.space.start
             if mark is None or bool((row == mark).any()):
                 words.append(row[:1])
-                residuals.append(torch.tensor([torch.inf]))
+                residuals.append(torch.full_like(listed.residuals[position, :1], torch.inf))
             else:
-                words.append(torch.tensor([mark]))
+                words.append(torch.full_like(row[:1], mark))
                 inputs = self.layout.first_inputs(self.model, self.params, position, words[-1])
                 residuals.append(span.residuals(inputs))
         return Candidates(
@@ -575,7 +575,7 @@ class SpanSearch:
         of_units = hidden is not None and hidden.exact and not self._crowded(hidden)
         rank = self._directions(of_units)
         before, units = self.rest, self.units
-        ids = padded([sentence.words], 1, self.space)
+        ids = padded([sentence.words], 1, self.space, sentence.words.device)
         for label in range(min(self.knowledge.classes, _LABELS)):
             # `_directions` reads self.rest and self.units: they are set for each label, and restored below.
             update = self._simulated(ids, label)
@@ -603,7 +603,7 @@ class SpanSearch:
 
     def _simulated(self, ids: Tensor, label: int = 0) -> Tensors:
         """Return the gradient of texts [B, T] of one label, without defences and noise."""
-        client, batch = self.simulated_client, Batch(ids, torch.full(ids.shape[:1], label))
+        client, batch = self.simulated_client, Batch(ids, torch.full(ids.shape[:1], label, device=ids.device))
         trained = {name: self.params[name] for name in self.rest}
         frozen = {name: value for name, value in self.params.items() if name not in trained}
         noise = switched_off(client.model, ids)
@@ -620,8 +620,8 @@ class SpanSearch:
         if bias is None or len(sentences) < examples or not all(one.proved for one in sentences):
             return sentences
         wrong = 1 if self.space.padding == 0 else 0
-        longer = [torch.cat([one.words, torch.tensor([wrong])]) for one in sentences]
-        ids = padded(longer, examples, self.space)
+        longer = [torch.cat([one.words, torch.full_like(one.words[:1], wrong)]) for one in sentences]
+        ids = padded(longer, examples, self.space, bias.device)
         left = bias - self._simulated(ids)[f"{self.layout.head}.bias"]
         completed: list[Sentence] = []
         for one, words in zip(sentences, longer, strict=True):
@@ -631,7 +631,7 @@ class SpanSearch:
             # The share is negative: a word was predicted if at least half of it is left.
             if float(left[best]) < share / 2:
                 left[best] -= share
-                words = torch.cat([one.words, torch.tensor([best])])
+                words = torch.cat([one.words, torch.full_like(one.words[:1], best)])
             completed.append(replace(one, words=words))
         return completed
 

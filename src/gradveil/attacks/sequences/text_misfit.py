@@ -57,7 +57,7 @@ class TextMisfit:
             value.numel() if kept is None else int(kept.sum())
             for value, kept in zip(self._sent, self._kept, strict=True)
         ]
-        self._weights = torch.tensor(counts).double().sqrt()
+        self._weights = torch.tensor(counts, device=self._squares.device).double().sqrt()
         self._weights /= self._weights.sum().clamp_min(1)
 
     def __call__(self, ids: Tensor, labels: Tensor, embedded: Tensor | None = None) -> Tensor:

@@ -49,9 +49,9 @@ def text_space(knowledge: Knowledge) -> TextSpace:
     return knowledge.space
 
 
-def padded(texts: Sequence[Tensor], count: int, space: TextSpace) -> Tensor:
+def padded(texts: Sequence[Tensor], count: int, space: TextSpace, device: torch.device) -> Tensor:
     """Return texts as token numbers [count, T]: cut and padded, missing ones all padding."""
-    table = torch.full((count, space.shape[0]), space.padding, dtype=torch.long)
+    table = torch.full((count, space.shape[0]), space.padding, dtype=torch.long, device=device)
     for row, words in zip(table, texts, strict=False):
         row[: len(words)] = words[: len(row)]
     return table
@@ -70,7 +70,7 @@ def token_targets(seen: Observation, client: Client, knowledge: Knowledge, input
     if knowledge.targets is not None:
         return knowledge.targets
     target_clients, examples = inputs.shape[:2]
-    zeros = torch.zeros(target_clients, examples, dtype=torch.long)
+    zeros = torch.zeros(target_clients, examples, dtype=torch.long, device=inputs.device)
     model = client.model
     if not isinstance(model, TokenModel) or model.layout.predicts_words:
         return zeros

@@ -166,24 +166,22 @@ def rank_words(
 
     With a largest residual of members, positions behind the longest text, which have no member, are left out.
     """
-    words = torch.arange(len(layout.word_table(params))) if bag is None else bag
+    table = layout.word_table(params)
+    words = torch.arange(len(table), device=table.device) if bag is None else bag
     fast = _MARGIN * kept + _WORDS // 64 < len(words)
     likely = _likely(model, layout, params, span, positions, words, _MARGIN * kept + _WORDS // 64) if fast else None
     vocabulary = words
     best, rows = [], []
     for position in range(positions):
         words = vocabulary if likely is None else likely[position]
-        parts = [
-            span.residuals(layout.first_inputs(model, params, position, part))
-            for part in words.to(span.basis.device).split(_WORDS)
-        ]
+        parts = [span.residuals(layout.first_inputs(model, params, position, part)) for part in words.split(_WORDS)]
         residuals = torch.cat(parts)
-        residuals = torch.where(words.to(residuals.device) == layout.padding, torch.inf, residuals)
+        residuals = torch.where(words == layout.padding, torch.inf, residuals)
         least = residuals.topk(min(kept, len(residuals)), largest=False)
         if member is not None and position and float(least.values[0]) > member:
             break
         best.append(least.values)
-        rows.append(words.to(residuals.device)[least.indices])
+        rows.append(words[least.indices])
         if layout.positions is None:  # rotary positions: the first layer sees one bag
             best, rows = best * positions, rows * positions
             break
@@ -204,8 +202,8 @@ def _likely(
         return None
     weight, bias = (params.get(f"{layout.norm}.{name}") for name in ("weight", "bias"))
     width = layout.word_table(params).shape[1]
-    weight = torch.ones(width) if weight is None else weight
-    bias = torch.zeros(width) if bias is None else bias
+    weight = layout.word_table(params).new_ones(width) if weight is None else weight
+    bias = torch.zeros_like(weight) if bias is None else bias
     # The layer norm takes off the mean, which can be done for words and positions separately.
     table, places = (
         vectors - vectors.mean(-1, keepdim=True)

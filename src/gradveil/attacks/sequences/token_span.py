@@ -53,7 +53,8 @@ class TokenSpan:
         """Return matrices P and Q [d, k]: the squared residual of x is the mean of |x P|^2 / |x Q|^2, Q None for 1."""
         # Such that |x P|^2 = |outside part|^2 + sum_k (1 - w_k) (x b_k)^2, as in `residuals`.
         inside = 1 - (1 - self.weights).clamp(0, 1).sqrt()
-        return [(torch.eye(self.basis.shape[1]) - self.basis.T @ (inside.unsqueeze(1) * self.basis), None)]
+        everything = torch.eye(self.basis.shape[1], device=self.basis.device)
+        return [(everything - self.basis.T @ (inside.unsqueeze(1) * self.basis), None)]
 
     def residuals(self, vectors: Tensor) -> Tensor:
         """Return the length [...] of the part of each unit vector [..., d] that the span does not explain.
@@ -95,7 +96,7 @@ def noisy_span(
     """Return the span of inputs behind a gradient [rows, d] with these products, some of which may be known."""
     width = len(products)
     known = products.new_zeros(0, width) if known is None else torch.linalg.qr(known.T)[0].T
-    rest = torch.eye(width, dtype=products.dtype) - known.T @ known
+    rest = torch.eye(width, dtype=products.dtype, device=products.device) - known.T @ known
     squares, directions = torch.linalg.eigh(rest @ products @ rest)
     free = width - len(known)
     left = max(1, min(inputs - len(known), rows, free))
@@ -129,7 +130,7 @@ def token_span(
     rank = int((sizes > tolerance * sizes[0].clamp_min(1e-300)).sum())
     # What is missing was fitted with a rank: only then the rest has no other.
     if rank <= (assumed if pruned else width - SPARE) and rank < len(stacked):
-        return TokenSpan(directions[:rank].to(dtype), torch.ones(rank, dtype=dtype), exact=True)
+        return TokenSpan(directions[:rank].to(dtype), directions.new_ones(rank, dtype=dtype), exact=True)
     noises = [_noise(torch.linalg.svdvals(one), one.shape, assumed) for one in scaled]
     if not pruned and min(noises) > 0:
         # The same noise in all of them: a gradient that is lost in noise must not count as much as a clear one.
@@ -196,7 +197,7 @@ def _regressed(values: Tensor, sent: Tensor, factor: Tensor) -> Tensor:
     # Rows of which little was sent leave coefficients open: single precision needs more to solve for these.
     sizes = products.diagonal(dim1=1, dim2=2).sum(1)
     ridges = torch.where(sent.sum(1) > rank, _RIDGE, _OPEN_RIDGE) * sizes.clamp_min(_RIDGE * float(sizes.max()))
-    products = products + ridges.view(-1, 1, 1) * torch.eye(rank, dtype=factor.dtype)
+    products = products + ridges.view(-1, 1, 1) * torch.eye(rank, dtype=factor.dtype, device=factor.device)
     solved, _ = torch.linalg.solve_ex(products, (values @ factor).unsqueeze(2))
     return solved.squeeze(2).nan_to_num(0, 0, 0)
 

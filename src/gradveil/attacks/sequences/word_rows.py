@@ -61,7 +61,7 @@ def word_rows(update: Mapping[str, Tensor], layout: TokenLayout, most: int) -> W
     if filled or not bool(used.any()):
         return WordRows(bag, None, None)
     length = int(used.nonzero().max()) + 1
-    # gelsd: rows of words may depend on each other.
-    shares = torch.linalg.lstsq(table[bag].T, rows[:length].T, driver="gelsd").solution.T
+    # gelsd: rows of words may depend on each other. Only CPUs have it.
+    shares = torch.linalg.lstsq(table[bag].T.cpu(), rows[:length].T.cpu(), driver="gelsd").solution.T
     # Where entries are missing, all of the last rows may be.
-    return WordRows(bag, None if is_pruned([rows[used]]) else length, shares.float())
+    return WordRows(bag, None if is_pruned([rows[used]]) else length, shares.float().to(bag.device))

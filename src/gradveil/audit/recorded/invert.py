@@ -107,7 +107,9 @@ def invert_update(
     chosen = _usual_attacks(space, model) if attack is None or attack == ADAPTIVE else [attack]
     made = named("attack", chosen, lambda text: make_attack(text, own=True), problems)
     loss = loss or usual_loss(model)
-    given = None if labels is None else torch.as_tensor(labels, dtype=torch.long).reshape(-1)
+    like = next((value for value in model.parameters() if value.is_floating_point()), None)
+    device = torch.device("cpu") if like is None else like.device
+    given = None if labels is None else torch.as_tensor(labels, dtype=torch.long, device=device).reshape(-1)
     if space is not None:
         shape = cast("tuple[int, ...]", space.shape)
     elif shape is None:
@@ -122,14 +124,15 @@ def invert_update(
     refuse(problems)
     assert shape is not None
     update = {name: value for name, value in update.items() if value is not None}
-    like = next((value for value in model.parameters() if value.is_floating_point()), next(iter(update.values())))
+    dtype = next(iter(update.values())).dtype if like is None else like.dtype
     words = space is not None and "tokens" in space.offers
-    blank = torch.zeros(examples, *shape, dtype=torch.long if words else like.dtype)
+    blank = torch.zeros(examples, *shape, dtype=torch.long if words else dtype)
     if space is None or space.pictured:  # layers without biases say nothing of zeros
-        blank = torch.rand(blank.shape, generator=torch.Generator().manual_seed(seed), dtype=like.dtype)
+        blank = torch.rand(blank.shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
     if space is not None and words and space.model_facts()["padding"] == 0:
         blank += 1  # a text of padding alone has nothing to look at
-    try_on = (blank, torch.zeros(examples, dtype=torch.long))
+    blank = blank.to(device)
+    try_on = (blank, torch.zeros(examples, dtype=torch.long, device=device))
     model, _, changed = prepared(model, try_on, loss, prepare)
     refuse(changed or model_problems(model, try_on, loss, examples, prepare))
     classes = count_classes(model, blank[:1])
@@ -137,6 +140,7 @@ def invert_update(
     space = space or ImageSpace(shape, centre, scale)
     refuse(list(_unlikely(space, true_inputs, given, classes, bounds is not None)))
     (protection,) = against.values()
+    public = None if public is None else tuple(value.to(device) for value in public)
     domain = Domain(space, classes, *(public or ()))
     client = protection(Client(model, loss, local=local, domain=domain), Key(seed))
     refuse(list(_without_public(client, domain)))
