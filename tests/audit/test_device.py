@@ -30,6 +30,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "defences": ["minmax(0.5)"],
         "rounds": 2,
     },
+    "pruning in one round": IMAGES | {"client": {}, "attacks": ["ig"], "defences": ["dgp", "topk(0.1)", "dgc"]},
     "rows": ROWS | {"attacks": ["tableak", "unmix"], "defences": ["none"]},
     "texts": TEXTS | {"attacks": ["embedding-rows", "embedding-search(steps=2)"], "defences": ["none"]},
 }

@@ -174,7 +174,7 @@ def recover(
     if taylor_applies(client) and not held and not carried and not isinstance(attack, Active):
         whole = torch.vmap(norm)(raw)
         given = experiment, trial.seed, client, plain, seen[-1], truth
-        tensors["mse_taylor"] = taylor_errors(*given, tensors["distance"] * whole)
+        tensors["mse_taylor"] = taylor_errors(*given, tensors["distance"].to(whole.device) * whole)
     own = set(plain.noise_spec(plain.params(), first(truth)))
     drawn = {name: how for name, how in ways(attack, client, first(truth)).items() if name not in own}
     sizes = {name: value[0].numel() for name, value in sent.items()}
