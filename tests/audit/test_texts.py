@@ -54,6 +54,13 @@ def test_a_bottleneck_before_the_head_hides_no_sentence(tmp_path):
     assert findings_of(recorded).verdicts[0].level == "broken"
 
 
+def test_texts_are_attacked_in_double_precision_too(tmp_path):
+    attacks = ["span", "span-rank", "embedding-rows", "embedding-search(steps=1)"]
+    recorded, _ = execute(RunConfig(**SETTINGS, precision="float64", attacks=attacks), tmp_path / "run")
+    assert all(trial.failed is None for trial in recorded.trials)
+    assert findings_of(recorded).verdicts[0].level == "broken"
+
+
 @pytest.mark.parametrize("text", ['dropout(where="blocks.0")', 'precode(position="words")'])
 def test_layers_that_attacks_read_are_left_in_their_places(text):
     with pytest.raises(GradveilError, match="is, or holds, a layer that attacks on texts read"):

@@ -90,7 +90,7 @@ class TokenCompanions:
         self._query, self._key, self._value = layout.projections(params, torch.cat(inputs), 0)
         self._query = self._query * self._query.shape[-1] ** -0.5
         count = len(self.candidates.words)
-        rows = torch.zeros(count, len(self.words), device=self.words.device)
+        rows = self._value.new_zeros(count, len(self.words))
         rows[self.places, torch.arange(len(self.words))] = 1
         if self.end is not None:  # a sentence that has ended has no word at later positions
             for place in (self.words == self.end).nonzero().flatten().tolist():
@@ -165,7 +165,7 @@ class TokenCompanions:
 
     def _largest(self, words: Tensor) -> float:
         """Return the largest rest of a sentence's tokens."""
-        shares = torch.zeros(len(self.words), device=self.words.device)
+        shares = self._value.new_zeros(len(self.words))
         shares[words] = 1
         return max((self._rest(int(one), shares) for one in words), default=torch.inf)
 
@@ -204,7 +204,7 @@ class TokenCompanions:
 
 def _nonnegative(rows: Tensor, sides: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
     """Minimise |rows z - sides| over z >= 0; `pool` [n] are the candidates that may enter, and is returned larger."""
-    solution = torch.zeros(rows.shape[1], device=rows.device)
+    solution = rows.new_zeros(rows.shape[1])
     rest = sides
     for _ in range(_ROUNDS):
         # Minus the slope of half the squared rest: only candidates that lower it may enter.
@@ -220,7 +220,7 @@ def _nonnegative(rows: Tensor, sides: Tensor, pool: Tensor) -> tuple[Tensor, Ten
         if not chosen.shape[1]:
             break
         solved, _ = nnls(chosen.double().cpu().numpy(), sides.double().cpu().numpy(), maxiter=20 * chosen.shape[1])
-        solution = torch.zeros(rows.shape[1], device=rows.device)
+        solution = rows.new_zeros(rows.shape[1])
         solution[pool] = torch.from_numpy(solved).to(solution)
         rest = sides - rows @ solution
     return solution, solution > 0
