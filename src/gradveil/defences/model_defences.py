@@ -18,10 +18,12 @@ Paths = Annotated[str | None, TextValue('the paths of modules in quotes, separat
 
 @dataclass(frozen=True)
 class DropoutSurgery(Checked):
-    """Insert dropout of rate p after the modules at `where`, or at the positions that the model declares."""
+    """Insert dropout of rate p after the modules at `where`, those that the model declares, or its activations."""
 
     p: Annotated[Share, "Probability that an activation is dropped."] = 0.25
-    where: Annotated[Paths, "Modules after which dropout is inserted; none for the model's own places."] = None
+    where: Annotated[
+        Paths, "Modules after which dropout is inserted; none for those that the model declares, or its activations."
+    ] = None
     label: ClassVar[str] = "dropout"
 
     def __call__(self, model: nn.Module, generator: Generator) -> nn.Module:
@@ -55,7 +57,9 @@ class CvbSurgery(Checked):
     beta: Annotated[
         float | None, Range(0, optional=True), "Weight of the divergence in the loss; none for the model's own."
     ] = None
-    position: Annotated[Path, "Module that the bottleneck follows; none for the model's own place."] = None
+    position: Annotated[
+        Path, "Module that it follows; none for the one that the model declares, or its first activation of maps."
+    ] = None
     kl: Annotated[str, Choice(KL_VARIANTS), "Divergence that is added to the loss."] = "exact"
     label: ClassVar[str] = "cvb"
 
