@@ -93,3 +93,24 @@ def test_data_without_a_test_and_of_no_images_are_refused_at_once() -> None:
     with pytest.raises(gv.GradveilError) as caught:
         gv.train(network(), (inputs.flatten(2), targets), rounds=1)
     assert {problem.where for problem in caught.value.problems} == {"data", "test"}
+
+
+class TwoHeads(nn.Module):
+    """It returns a dictionary, and its head runs before another layer that says nothing of the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU())
+        self.head, self.projection = nn.Linear(16, 4), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.body(x)
+        return {"logits": self.head(hidden), "projection": self.projection(hidden)}
+
+
+def test_a_model_that_returns_a_dictionary_is_trained_behind_defences_of_the_model(tmp_path: Path) -> None:
+    data = torch.rand(40, 3, 8, 8), torch.arange(40) % 4
+    defences = ["none", "dropout", "precode"]
+    result = gv.train(TwoHeads(), data, data, rounds=1, clients=2, defences=defences, out=tmp_path / "t")
+    assert None not in result.accuracy.values()
+    assert any(name.startswith("head.precode") for name in result.weights("precode"))

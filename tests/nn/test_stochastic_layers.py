@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.nn.initial_weights import initialise
+from gradveil.nn.keylock import with_keylock
 from gradveil.nn.model_outputs import adopted
 from gradveil.nn.models import MODELS, build
 from gradveil.nn.module_paths import caught_by_linear, downstream, features, last_layer, output_shape
@@ -252,37 +253,120 @@ def test_several_surgeries_follow_each_other(generator: torch.Generator) -> None
 
 
 class Residual(nn.Module):
-    """One activation module that runs twice, as in a residual block of torchvision, and one whose shapes differ."""
+    """One activation module that runs twice, as in a residual block of torchvision."""
 
     def __init__(self) -> None:
         super().__init__()
         self.enter, self.start = nn.Conv2d(3, 4, 3, padding=1), nn.Sigmoid()
         self.conv, self.relu, self.fc = nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), nn.Linear(4, 2)
-        self.other = nn.Tanh()
+        self.unused, self.second = nn.Linear(3, 3), nn.Linear(4, 4)
+        self.end = nn.Tanh()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.start(self.enter(x))
-        x = self.relu(self.conv(self.relu(x)) + x)
-        return self.fc(self.other(self.other(x).mean((2, 3))))
+        x = self.relu(self.conv(self.relu(x)) + x).mean((2, 3))
+        logits = self.fc(x)
+        self.second(x)
+        return self.end(logits)
 
 
 def test_models_that_declare_no_places_have_them_after_their_activations(generator: torch.Generator) -> None:
-    net, x = Residual(), torch.rand(2, 3, 8, 8, generator=generator)
-    known = adopted(net, x)
+    net = Residual()
+    known = adopted(net, torch.rand(2, 3, 8, 8, generator=generator))
     assert not hasattr(net, "input_shape")
     assert known.fc is net.fc
     dropped = with_dropout(known)
     assert noise_names(dropped) == {"start.dropout.mask", "relu.dropout.mask"}
-    assert dropped.relu.dropout.calls == 2
+    assert dropped.relu.dropout.calls == with_dropout(known, where=["relu"]).relu.dropout.calls == 2
     assert noise_names(with_cvb(known, generator)) == {"start.cvb.eps"}
-    functional = adopted(nn.Sequential(nn.Conv2d(3, 4, 8), nn.Flatten(), nn.Linear(4, 2)), x)
-    assert noise_names(with_dropout(functional)) == {"0.dropout.mask"}
+    assert noise_names(with_precode(known, generator)) == {"fc.precode.eps"}  # `second` says nothing of the logits
+    both = with_dropout(with_precode(with_cvb(known, generator), generator))
+    assert noise_names(both) == {
+        "start.inner.dropout.mask",
+        "start.cvb.eps",
+        "relu.dropout.mask",
+        "fc.precode.eps",
+    }
+
+
+def conv(inner: int = 4) -> nn.Conv2d:
+    return nn.Conv2d(3, inner, 3, padding=1)
+
+
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.act, self.fc = conv(), nn.ReLU(), nn.Linear(256, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(F.relu(self.act(self.conv(x))).flatten(1))
+
+
+class Logits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.wide, self.fc = nn.ReLU(), nn.Linear(192, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.fc(self.act(self.wide(x.flatten(1)))))
+
+
+class Widths(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.one, self.fc = nn.ReLU(), conv(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.act(self.act(self.one(x)).mean((2, 3))))
+
+
+class Late(nn.Module):
+    """Its first convolution is not the first that is defined, nor is that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.first, self.fc = conv(5), conv(), nn.Linear(256, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.first(x).flatten(1))
+
+
+SHARED = nn.ReLU()
+
+
+@pytest.mark.parametrize(
+    ("net", "said"),
+    [
+        (Functional(), "'model' calls relu as a function"),
+        (Logits(), "'act' runs after the last linear layer too"),
+        (Widths(), "'act' runs 2 times, with different shapes"),
+        (nn.Sequential(conv(3), SHARED, conv(3), SHARED), "no activation module runs before a last linear layer"),
+        (
+            nn.Sequential(nn.Flatten(), nn.Linear(192, 2), SHARED, nn.Linear(2, 2), SHARED, nn.Linear(2, 2)),
+            "is '4' too",
+        ),
+        (nn.Sequential(nn.Flatten(0, 1), SHARED, nn.Flatten(), nn.Linear(64, 2)), "do not have the batch first"),
+    ],
+)
+def test_places_that_would_be_a_part_of_a_model_are_left_to_its_owner(net: nn.Module, said: str) -> None:
+    known = adopted(net, torch.rand(2, 3, 8, 8))
+    with pytest.raises(GradveilError, match=said):
+        with_dropout(known)
+
+
+def test_layers_that_do_not_run_and_other_meanings_of_input_shape_are_no_places(generator: torch.Generator) -> None:
+    known = adopted(Late(), torch.rand(2, 3, 8, 8))
+    assert isinstance(with_keylock(known).first, nn.Sequential)
+    odd = Functional()
+    odd.input_shape = "RGB"
+    with pytest.raises(GradveilError, match="no input_shape"):
+        with_dropout(odd)
 
 
 BAD = [
-    (lambda m, u, g: with_dropout(u), r"declares no dropout_positions -> give the paths .*, some of: fc, conv, bn"),
+    (lambda m, u, g: with_dropout(u), r"no dropout_positions, and no input_shape -> give .*, some of: fc, conv, bn"),
     (lambda m, u, g: with_dropout(m, where=["body.block9", "x"]), r"dropout.where body.block9: no such.*\n.*where x:"),
-    (lambda m, u, g: with_cvb(u, g), r"declares no cvb_position -> give a module path, one of: fc, conv, bn"),
+    (lambda m, u, g: with_cvb(u, g), r"declares no cvb_position, and .* -> give a module path, one of: fc, conv, bn"),
     (lambda m, u, g: with_cvb(u, g, position="conv"), r"declares no input_shape -> set model.input_shape"),
     (lambda m, u, g: with_cvb(m, g, position="blk"), r"blk: is not a module of this model -> its modules: body"),
     (lambda m, u, g: with_cvb(m, g, position="head"), r"cannot take values of shape \(1, 10\)"),

@@ -248,7 +248,8 @@ def _splits(
     (centre, scale), _ = pixel_statistics(bounds, mean, std, tensors) if space is None else (((0.0,), (1.0,)), False)
     names = next((part.classes for part in parts if isinstance(part, Dataset)), None)
     if names is None:
-        names = tuple(str(number) for number in range(count_classes(model, tensors[0][:1])))
+        some = tensors[0][:1]
+        names = tuple(str(number) for number in range(count_classes(adopted(model, some), some)))
 
     def wrapped(name: str, part: Dataset | tuple[Tensor, Tensor]) -> Dataset:
         if isinstance(part, Dataset):

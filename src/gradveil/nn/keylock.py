@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gradveil.core.errors import fail
 from gradveil.core.noise import Noise, Source, uniform
 from gradveil.core.tree import Tensors
+from gradveil.nn.insertion_places import blank_input, forward_pass
 from gradveil.nn.module_paths import at, insert_after
 from gradveil.nn.normalisation import BatchStatistics
 from gradveil.nn.stochastic import Stochastic
@@ -111,13 +112,16 @@ class KeyLock(Stochastic):
 
 
 def with_keylock(model: nn.Module, width: int = 1024, act: str = "sigmoid", position: str | None = None) -> nn.Module:
-    """Copy a model and put a `KeyLock` after its first convolution (in the order of definition), or at `position`.
+    """Copy a model and put a `KeyLock` after its first convolution, or at `position`.
 
+    The order is that of a forward pass, or that of definition where the model does not know the shape of its inputs.
     The convolution becomes the child `inner` of its old path.
     """
-    copy = deepcopy(model)
-    convolutions = (path for path, module in copy.named_modules() if isinstance(module, nn.Conv2d))
-    path = position or next(convolutions, None)
+    copy, path, inputs = deepcopy(model), position, blank_input(model)
+    if path is None:
+        ran = None if inputs is None else forward_pass(model, inputs)
+        paths = [name for name, _ in copy.named_modules()] if ran is None else [name for name, _ in ran.visits]
+        path = next((name for name in paths if isinstance(at(copy, name), nn.Conv2d)), None)
     if path is None:
         raise fail("keylock.position", "this model has no convolution", "choose another defence")
     layer = at(copy, path)

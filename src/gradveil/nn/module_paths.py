@@ -55,7 +55,26 @@ def last_layer(model: nn.Module, inputs: Tensor | None = None) -> str:
     ran = _order(model, inputs, dict(linear))
     if not ran:
         raise fail("model", "runs none of its nn.Linear layers", "end the model with a linear classifier")
-    return ran[-1]
+    return next((path for path in reversed(ran) if _reaches_outputs(model, path, inputs)), ran[-1])
+
+
+def _reaches_outputs(model: nn.Module, path: str, inputs: Tensor) -> bool:
+    """Whether a model's outputs depend on what a module gives: a second head's do not."""
+    given: list[Tensor] = []
+
+    def leaf(_module: nn.Module, _inputs: object, out: Tensor) -> Tensor:
+        given.append(out.detach().requires_grad_())
+        return given[-1]
+
+    hook = at(model, path).register_forward_hook(leaf)
+    try:
+        with evaluating(model), torch.enable_grad():
+            outputs = model(inputs)
+        return not isinstance(outputs, Tensor) or any(
+            slope is not None for slope in torch.autograd.grad(outputs.sum(), given, allow_unused=True)
+        )
+    finally:
+        hook.remove()
 
 
 def first_layer(model: nn.Module, inputs: Tensor) -> str:
@@ -64,33 +83,6 @@ def first_layer(model: nn.Module, inputs: Tensor) -> str:
     if not ran:
         raise fail("model", "runs no module with parameters", "give it layers that are trained")
     return next((path for path in ran if isinstance(at(model, path), _LINEAR)), ran[0])
-
-
-_ACTIVATIONS = (
-    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus,
-    nn.Sigmoid, nn.Tanh, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh,
-)  # fmt: skip
-
-
-def hidden_activations(model: nn.Module, inputs: Tensor) -> dict[str, list[tuple[int, ...]]]:
-    """Return the activations that run before the last layer, with the shape of each call's output, in their order.
-
-    A model that calls its activations as functions has the layers before them instead.
-
-    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
-    >>> hidden_activations(net, torch.zeros(1, 2)), hidden_activations(nn.Sequential(net[0], net[2]), torch.zeros(1, 2))
-    ({'1': [(1, 3)]}, {'0': [(1, 3)]})
-    """
-    ran: dict[str, list[tuple[int, ...]]] = {}
-
-    def note(path: str) -> Callable[..., None]:
-        return lambda _module, _inputs, out: ran.setdefault(path, []).append(tuple(out.shape))
-
-    modules = {path: m for path, m in model.named_modules() if isinstance(m, (*_ACTIVATIONS, *_LINEAR))}
-    _run(model, inputs, [module.register_forward_hook(note(path)) for path, module in modules.items()])
-    last = max((place for place, path in enumerate(ran) if isinstance(modules[path], nn.Linear)), default=len(ran))
-    hidden = {path: shapes for place, (path, shapes) in enumerate(ran.items()) if place < last}
-    return {p: shapes for p, shapes in hidden.items() if isinstance(modules[p], _ACTIVATIONS)} or hidden
 
 
 def features(model: nn.Module, inputs: Tensor, path: str | None = None) -> Tensor:

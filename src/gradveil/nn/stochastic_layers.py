@@ -14,15 +14,8 @@ from torch.nn import functional as F
 from gradveil.core.errors import Problem, fail, refuse
 from gradveil.core.noise import Bernoulli, Noise, Normal
 from gradveil.nn.initial_weights import initialise
-from gradveil.nn.module_paths import (
-    at,
-    hidden_activations,
-    insert_after,
-    insert_before,
-    last_layer,
-    like,
-    output_shape,
-)
+from gradveil.nn.insertion_places import blank_input, forward_pass
+from gradveil.nn.module_paths import at, insert_after, insert_before, last_layer, like, output_shape
 from gradveil.nn.stochastic import Stochastic, penalise
 from gradveil.nn.token_layout import TokenModel
 
@@ -103,21 +96,28 @@ def with_dropout(model: nn.Module, p: float = 0.25, where: Sequence[str] | None 
 
     The default is the model's `dropout_positions`: every convolutional block (after its activation, before pooling),
     every stage of a ResNet, every block of the vision transformer. A model that declares none has it after every
-    activation before the last layer, as long as all calls of one give the same shape. To an `nn.Sequential` the dropout
-    is appended, so that no parameter changes its name.
+    activation module before the last linear layer, if a forward pass shows that these are all. To an `nn.Sequential`
+    the dropout is appended, so that no parameter changes its name.
     """
     known = dict(model.named_modules())
     positions = dict.fromkeys(getattr(model, "dropout_positions", ()) if where is None else where, 1)
+    paths = ", ".join(path for path in known if path)
+    inputs = blank_input(model)
+    ran = None if inputs is None or (positions and where is None) else forward_pass(model, inputs)
     if not positions:
-        inputs = _blank(model)
-        hidden = {} if inputs is None else hidden_activations(model, inputs)
-        positions = {path: len(shapes) for path, shapes in hidden.items() if len({*shapes}) == 1}
-    if not positions:
-        remedy = f"give the paths of the modules to put it after, some of: {', '.join(path for path in known if path)}"
-        raise fail("dropout.where", "this model declares no dropout_positions", remedy)
-    remedy = f"its modules: {', '.join(path for path in known if path)}"
-    refuse([Problem(f"dropout.where {p}", "no such module", remedy) for p in positions if p not in known])
+        why = "no input_shape" if inputs is None else "cannot be run on an input of its input_shape"
+        positions, why = ({}, why) if ran is None else ran.hidden_activations()
+        if not positions:
+            remedy = f"give the paths of the modules to put it after, some of: {paths}"
+            raise fail("dropout.where", f"this model declares no dropout_positions, and {why}", remedy)
+    absent = [path for path in positions if path not in known]
+    refuse([Problem(f"dropout.where {path}", "no such module", f"its modules: {paths}") for path in absent])
     refuse([problem for path in positions for problem in _read(model, path, "dropout.where")])
+    if ran is not None:
+        several = {path: ran.several_shapes(path) for path in positions}
+        remedy = "choose a module whose calls give the same shape"
+        refuse([Problem(f"dropout.where {path}", why, remedy) for path, why in several.items() if why])
+        positions = {path: max(len(ran.calls(path)), 1) for path in positions}
     copy = deepcopy(model)
     for path in sorted(positions, reverse=True):
         copy = insert_after(copy, path, "dropout", Dropout(p, calls=positions[path]))
@@ -248,7 +248,9 @@ def with_precode(
     this package's models keep their names; in a custom model the module becomes the child `inner` of its old path.
     """
     copy = deepcopy(model)
-    inputs = _blank(model)
+    inputs = blank_input(model)
+    if inputs is not None and forward_pass(model, inputs) is None:  # its `input_shape` means something else
+        inputs = None
     path = position or last_layer(copy, inputs)
     refuse(list(_read(model, path, "precode.position")))
     linear = at(copy, path)
@@ -265,13 +267,6 @@ def with_precode(
     return insert_before(copy, path, "precode", bottleneck)
 
 
-def _blank(model: nn.Module) -> Tensor | None:
-    """Return one example of zeros, of token numbers where the model reads them; None without an `input_shape`."""
-    shape = getattr(model, "input_shape", None)
-    zeros = None if shape is None else next(model.parameters()).detach().new_zeros(1, *shape)
-    return zeros.long() if zeros is not None and isinstance(model, TokenModel) else zeros
-
-
 def with_cvb(
     model: nn.Module,
     generator: Generator,
@@ -285,18 +280,21 @@ def with_cvb(
 
     Position, kernel and beta default to the model's `cvb_position`, `cvb_kernel` and `cvb_beta`. `inputs`, one batch of
     any size, determines the shape at that position where the model has no `input_shape`. A model that declares no
-    position has it after the first activation of feature maps. The bottleneck's weights come from the generator, all
-    others stay.
+    position has it after the first activation of a convolution's maps. The bottleneck's weights come from the
+    generator, all others stay.
     """
     copy = deepcopy(model)
-    inputs = _blank(model) if inputs is None else inputs
+    inputs = blank_input(model) if inputs is None else inputs
     path = position or getattr(model, "cvb_position", None)
-    if path is None and inputs is not None:
-        hidden = hidden_activations(model, inputs)
-        path = next((path for path, shapes in hidden.items() if [len(shape) for shape in shapes] == [4]), None)
+    if path is None:
+        ran = None if inputs is None else forward_pass(model, inputs[:1])
+        path = None if ran is None else next(ran.maps(), None)
     if path is None:
         paths = ", ".join(name for name, _ in model.named_modules() if name)
-        raise fail("cvb.position", "this model declares no cvb_position", f"give a module path, one of: {paths}")
+        what = (
+            "this model declares no cvb_position, and has no activation module on a convolution's maps that runs once"
+        )
+        raise fail("cvb.position", what, f"give a module path, one of: {paths}")
     if inputs is None:
         what = "this model declares no input_shape"
         raise fail("cvb.inputs", what, "set model.input_shape = (C, H, W), or give one batch of inputs")
