@@ -101,11 +101,11 @@ class TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU())
-        self.head, self.projection = nn.Linear(16, 4), nn.Linear(16, 3)
+        self.classifier, self.projection = nn.Linear(16, 4), nn.Linear(16, 3)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         hidden = self.body(x)
-        return {"logits": self.head(hidden), "projection": self.projection(hidden)}
+        return {"logits": self.classifier(hidden), "projection": self.projection(hidden)}
 
 
 def test_a_model_that_returns_a_dictionary_is_trained_behind_defences_of_the_model(tmp_path: Path) -> None:
@@ -113,4 +113,4 @@ def test_a_model_that_returns_a_dictionary_is_trained_behind_defences_of_the_mod
     defences = ["none", "dropout", "precode"]
     result = gv.train(TwoHeads(), data, data, rounds=1, clients=2, defences=defences, out=tmp_path / "t")
     assert None not in result.accuracy.values()
-    assert any(name.startswith("head.precode") for name in result.weights("precode"))
+    assert any(name.startswith("classifier.precode") for name in result.weights("precode"))
