@@ -152,6 +152,7 @@ CALLERS_OF_FOREIGN_CODE = {
         "gradveil.metrics",
         "gradveil.nn.copyable",
         "gradveil.nn.formulas",
+        "gradveil.nn.insertion_places",
         "gradveil.nn.model_outputs",
         "gradveil.nn.models.libraries",
         "gradveil.nn.models.unlisted_text",

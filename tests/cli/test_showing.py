@@ -116,7 +116,10 @@ CHAIN = {"name": "scheliga-cnn"}
 def test_chains_of_layers_are_solved_where_a_defence_leaves_them_one() -> None:
     sized = {"data": {"name": "faces", "size": 32}}
     assert added(model=CHAIN, **sized) == ["r-gap"]
-    assert added(model=CHAIN, **sized, defences=["none", "prune(0.9)"]) == ["r-gap", f"{ESTIMATE} on prune(0.9)"]
+    assert added(model=CHAIN, **sized, defences=["none", "prune(0.9)"]) == [
+        "r-gap on none",
+        f"{ESTIMATE} on prune(0.9)",
+    ]
     some = with_added(model=CHAIN, **sized, defences=["none", "precode"])
     assert some.config.attacks[1:] == ["r-gap"]
     assert [*some.unfit] == [(0, "precode", "r-gap")]

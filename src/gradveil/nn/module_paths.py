@@ -70,9 +70,10 @@ def _reaches_outputs(model: nn.Module, path: str, inputs: Tensor) -> bool:
     try:
         with evaluating(model), torch.enable_grad():
             outputs = model(inputs)
-        return not isinstance(outputs, Tensor) or any(
-            slope is not None for slope in torch.autograd.grad(outputs.sum(), given, allow_unused=True)
-        )
+            if not isinstance(outputs, Tensor):
+                return True
+            slopes = torch.autograd.grad(outputs.sum(), given, allow_unused=True) if outputs.requires_grad else ()
+            return any(slope is not None for slope in slopes)
     finally:
         hook.remove()
 
