@@ -266,9 +266,10 @@ def invert(
     example unless `labels`, `truth` or `examples` say of how many; an input has the `shape` (channels, height, width),
     that of the truth or of `model.input_shape`. Inputs are (pixel - mean) / std with pixels in [0, 1], or lie in
     `bounds` (if nothing is said in [0, 1], or between the least and the largest of `public` where those exceed it).
-    `defence` is what the update's client has (attacks that simulate it learn of it), `public` examples for attacks that
-    train on them. `truth`, inputs or (inputs, labels), is only compared with the answer. `prepare=True` attacks a copy
-    of the model, as `audit` does.
+    `defence` is what the update's client has (attacks that simulate it learn of it); one that adds layers draws their
+    weights from `seed`: give the `model` that has the client's instead. `public` are examples for attacks that train on
+    them. `truth`, inputs or (inputs, labels), is only compared with the answer. `prepare=True` attacks a copy of the
+    model, as `audit` does.
 
     Without a name, or with `adaptive`, closed forms are tried first (`analytic`, `unmix`, `r-gap`). If a client with
     the examples of one sends nearly this update, it is taken. Otherwise a search is made, and the answer that comes
