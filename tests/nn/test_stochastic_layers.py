@@ -354,6 +354,21 @@ def test_places_that_would_be_a_part_of_a_model_are_left_to_its_owner(net: nn.Mo
         with_dropout(known)
 
 
+def test_outputs_that_are_overwritten_and_models_without_parameters_raise_nothing_raw(
+    generator: torch.Generator,
+) -> None:
+    net = adopted(nn.Sequential(nn.Flatten(), nn.Linear(192, 2), nn.ReLU(inplace=True)), torch.rand(2, 3, 8, 8))
+    assert noise_names(with_precode(net, generator)) == {"1.precode.eps"}
+    bare = adopted(nn.Sequential(nn.Flatten(), nn.ReLU()), torch.rand(2, 3, 8, 8))
+    for surgery in (
+        with_dropout,
+        lambda model: with_cvb(model, generator),
+        lambda model: with_precode(model, generator),
+    ):
+        with pytest.raises(GradveilError):
+            surgery(bare)
+
+
 def test_layers_that_do_not_run_and_other_meanings_of_input_shape_are_no_places(generator: torch.Generator) -> None:
     known = adopted(Late(), torch.rand(2, 3, 8, 8))
     assert isinstance(with_keylock(known).first, nn.Sequential)

@@ -77,7 +77,13 @@ class ForwardPass:
             if isinstance(self.modules[path], nn.Conv2d):
                 fed = shape
             once = len(self.calls(path)) == 1 and len(self.names[path]) == 1
-            if isinstance(self.modules[path], _ACTIVATIONS) and once and shape == fed and shape[2] * shape[3] > 1:
+            if (
+                isinstance(self.modules[path], _ACTIVATIONS)
+                and once
+                and shape == fed
+                and len(shape) == 4
+                and shape[2] * shape[3] > 1
+            ):
                 yield path
 
 
@@ -86,8 +92,9 @@ _EXAMPLES = 2
 
 def forward_pass(model: nn.Module, inputs: Tensor) -> ForwardPass | None:
     """Run a copy of a model on two examples of an input [1, ...]; None if it cannot be run on it."""
-    copy, trace = deepcopy(model).eval(), Trace()
+    trace = Trace()
     try:
+        copy = deepcopy(model).eval()
         with torch.random.fork_rng(), torch.no_grad():
             follow(copy, lambda: copy(inputs.repeat(_EXAMPLES, *[1] * (inputs.dim() - 1))), trace)
     except FOREIGN:
@@ -110,5 +117,5 @@ def blank_input(model: nn.Module) -> Tensor | None:
     shape = getattr(model, "input_shape", None)
     if not isinstance(shape, tuple | list) or not all(isinstance(side, int) for side in shape):
         return None
-    zeros = next(model.parameters()).detach().new_zeros(1, *shape)
+    zeros = next(model.parameters(), torch.zeros(())).detach().new_zeros(1, *shape)
     return zeros.long() if isinstance(model, TokenModel) else zeros

@@ -64,7 +64,7 @@ def _reaches_outputs(model: nn.Module, path: str, inputs: Tensor) -> bool:
 
     def leaf(_module: nn.Module, _inputs: object, out: Tensor) -> Tensor:
         given.append(out.detach().requires_grad_())
-        return given[-1]
+        return given[-1].clone()  # which may be overwritten
 
     hook = at(model, path).register_forward_hook(leaf)
     try:
