@@ -212,7 +212,7 @@ def test_a_truth_outside_the_range_of_inputs_is_refused_since_the_statistics_wer
     assert [problem.where for problem in caught.value.problems] == ["truth"]
 
 
-@pytest.mark.parametrize("factor", [0.03, -1.0, 8.0])
+@pytest.mark.parametrize("factor", [0.03, 8.0])
 def test_an_update_that_was_scaled_is_still_explained(factor: float) -> None:
     net = network()
     scaled = {name: factor * value for name, value in gradient(net).items()}
@@ -222,10 +222,35 @@ def test_an_update_that_was_scaled_is_still_explained(factor: float) -> None:
     assert "% off" in str(found)
 
 
+@pytest.mark.parametrize("attack", [None, "ig(iterations=2)"])
+@pytest.mark.parametrize("local", [None, gv.Local(batch=1, lr=0.1, steps=2)])
+def test_new_minus_old_parameters_are_refused(attack: str | None, local: gv.Local | None) -> None:
+    net = network()
+    turned = {name: -value for name, value in gradient(net).items()}
+    with pytest.raises(gv.GradveilError) as caught:
+        gv.invert(net, turned, attack, labels=2, local=local, truth=example(), mean=MEAN, std=STD)
+    (problem,) = caught.value.problems
+    assert problem.where == "update"
+    assert "'3.bias' is below zero for 2 classes" in problem.what
+
+
+def test_labels_that_the_update_contradicts_are_refused_unless_a_defence_may_have_changed_it() -> None:
+    net = network()
+    with pytest.raises(gv.GradveilError) as caught:
+        gv.invert(net, gradient(net), labels=[1], truth=example(), mean=MEAN, std=STD)
+    (problem,) = caught.value.problems
+    assert problem.where == "labels"
+    assert "below zero for class 2" in problem.what
+    given: dict[str, Any] = {"labels": [1], "shape": (1, 12, 12), "defence": "gaussian(0.1)"}
+    assert gv.invert(net, gradient(net), "ig(iterations=2)", **given).labels.tolist() == [1]
+
+
 @pytest.mark.parametrize(
     ("changes", "where"),
     [
         ({"labels": [3]}, "labels"),
+        ({"truth": torch.zeros(1, 12, 12, 3), "shape": None}, "truth"),
+        ({"truth": torch.zeros(1, 1, 16, 9)}, "shape"),
         ({"labels": [-1]}, "labels"),
         ({"examples": "2"}, "examples"),
         ({"local": {"batch": 1, "steps": 1}}, "local.lr"),

@@ -220,7 +220,8 @@ def test_code_of_a_model_reads_its_layers_beside_those_of_a_defence(
     model = initialise(Tied(), torch.Generator().manual_seed(0))
     changed = defended(model, 0.5, where=["head"]) if defended is with_dropout else defended(model, generator, k=2)
     assert set(noise_names(changed)) & {"head.dropout.mask", "head.precode.eps"}
-    assert changed.head.in_features == 8 and changed.head.weight is changed.head.inner.weight
+    assert changed.head.in_features == 8
+    assert changed.head.weight is changed.head.inner.weight
     with pytest.raises(AttributeError, match="nothing"):
         _ = changed.head.nothing
     assert deepcopy(changed).head.out_features == 6

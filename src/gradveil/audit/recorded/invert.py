@@ -17,6 +17,7 @@ from gradveil.attacks.closed_form.first_layer import Analytic
 from gradveil.attacks.closed_form.layer_by_layer import Recursive
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.knowledge import Knowledge, Known
+from gradveil.attacks.labels import class_signs, sign_is_turned
 from gradveil.attacks.learned import Learned
 from gradveil.attacks.protocol import Active, Attack, CanRefuse, Observation, Prospect, Reconstruction
 from gradveil.audit.argument_checks import answer, declared, model_problems, prepared
@@ -26,6 +27,7 @@ from gradveil.audit.grants import told
 from gradveil.audit.recorded.inverted_update import Inverted
 from gradveil.client import Client, Local, usual_loss
 from gradveil.core.errors import Problem, refuse
+from gradveil.core.formatting import listing, plural
 from gradveil.core.given_objects import named
 from gradveil.core.noise import Key
 from gradveil.core.space import Space
@@ -149,6 +151,8 @@ def invert_update(
     update = {**_unreached(client, update, try_on), **update}
     refuse(list(_misfits(client, update)))
     seen = Observation(client.params(), {n: v.detach().unsqueeze(0) for n, v in update.items()}, examples, (0,))
+    if defence == "none":
+        refuse(list(_contradictions(seen, client, blank[:1], given)))
     sent = _SentUpdate(seen, client, given, None if public is None else Batch(*public), Key(seed, (Stream.ATTACK,)))
     *closed, last = made.values()
     answers: list[tuple[float, Attack, bool, Reconstruction]] = []
@@ -314,6 +318,10 @@ def _wrong(
     if shape is None or len(shape) != sides or not all(isinstance(side, int) and side >= 1 for side in shape):
         remedy = "say what one input looks like: shape=(channels, height, width) or (columns,), of a text length=tokens"
         yield Problem("shape", f"is {shape}", remedy)
+    if shape is not None and inputs is not None and tuple(inputs.shape[1:]) != tuple(shape):
+        yield Problem(
+            "shape", f"is {shape}, and one input of the truth is {tuple(inputs.shape[1:])}", "leave shape= out"
+        )
     if not (isinstance(examples, int) and examples >= 1):
         yield Problem("examples", f"is {examples!r}", "give how many examples the update is made from")
         return
@@ -385,6 +393,23 @@ def _misfits(client: Client, update: Mapping[str, Tensor]) -> Iterator[Problem]:
             yield Problem(f"update['{name}']", f"is sparse ({value.layout})", "give value.to_dense()")
         elif not bool(value.isfinite().all()):
             yield Problem(f"update['{name}']", "holds NaN or infinity", "give one of a step that did not overflow")
+
+
+def _contradictions(seen: Observation, client: Client, example: Tensor, labels: Tensor | None) -> Iterator[Problem]:
+    """Find an update with its sign turned, and labels that the last layer's bias contradicts."""
+    found = class_signs(client, seen.update, example)
+    if found is None:
+        return
+    last, signs = found
+    below = (signs[0] < 0).nonzero().flatten().tolist()
+    if sign_is_turned(signs[0], seen.examples):
+        what = f"has its sign turned, as new minus old parameters have: '{last}.bias' is below zero for {len(below)} "
+        what += f"classes, where only those of the {plural(seen.examples, 'example')} can be"
+        yield Problem("update", what, "give old minus new: {name: -value for name, value in update.items()}")
+    elif labels is not None and (missing := sorted(set(below) - set(labels.tolist()))):
+        what = f"are {labels.tolist()}, and the gradient of '{last}.bias' is below zero for class "
+        what += f"{listing(map(str, missing))}, as it is only where an example has that label"
+        yield Problem("labels", what, "give the right ones, or leave labels= out: they are restored")
 
 
 def _scores(
