@@ -111,7 +111,10 @@ def test_an_update_of_another_model_is_refused_by_name() -> None:
     update["9.weight"] = update.pop("1.weight")
     with pytest.raises(gv.GradveilError) as caught:
         gv.invert(net, update, labels=[2], shape=(1, 12, 12))
-    assert {problem.where for problem in caught.value.problems} == {"update['9.weight']", "update['1.weight']"}
+    (problem,) = caught.value.problems
+    assert problem.where == "update"
+    assert "lacks '1.weight'" in problem.what
+    assert "holds '9.weight'" in problem.what
 
 
 class Unused(nn.Module):
@@ -222,6 +225,31 @@ def test_an_update_that_was_scaled_is_still_explained(factor: float) -> None:
     assert "% off" in str(found)
 
 
+def test_an_update_that_nothing_explains_says_so_and_so_does_one_that_its_truth_does_not() -> None:
+    net, other = network(), network()
+    nn.init.constant_(other[1].weight, 0.1)
+    given: dict[str, Any] = {"labels": [2], "mean": MEAN, "std": STD}
+    strange = gv.invert(other, gradient(net), "ig(iterations=2)", truth=example(), **given)
+    assert strange.of_truth > 0.5
+    assert "truth itself" in str(strange)
+    unknown = gv.invert(other, gradient(net), "ig(iterations=2)", shape=(1, 12, 12), **given)
+    assert "do not explain" in str(unknown)
+    own = gv.invert(net, gradient(net), "analytic", truth=example(), **given)
+    assert own.of_truth < 1e-3
+    assert own.given
+    assert len(str(own).splitlines()) == len(str(unknown).splitlines()) - 1
+
+
+def test_of_several_images_those_that_came_back_are_counted() -> None:
+    net, inputs = network(), torch.rand(2, 1, 12, 12, generator=torch.Generator().manual_seed(2))
+    net.zero_grad()
+    nn.functional.cross_entropy(net(inputs), torch.tensor([0, 2])).backward()
+    update = {name: parameter.grad for name, parameter in net.named_parameters()}
+    found = gv.invert(net, update, "ig(iterations=2)", labels=[0, 2], truth=inputs)
+    assert found.metrics["recovered"] == 0
+    assert "0 of 2 recovered" in str(found)
+
+
 @pytest.mark.parametrize("attack", [None, "ig(iterations=2)"])
 @pytest.mark.parametrize("local", [None, gv.Local(batch=1, lr=0.1, steps=2)])
 def test_new_minus_old_parameters_are_refused(attack: str | None, local: gv.Local | None) -> None:
@@ -249,6 +277,14 @@ def test_labels_that_the_update_contradicts_are_refused_unless_a_defence_may_hav
     ("changes", "where"),
     [
         ({"labels": [3]}, "labels"),
+        ({"labels": [1.5]}, "labels"),
+        ({"labels": "cat"}, "labels"),
+        ({"labels": torch.eye(3)[:1].long()}, "labels"),
+        ({"labels": [1, 2], "truth": torch.zeros(1, 1, 12, 12)}, "labels"),
+        ({"shape": (12, 12, 3)}, "shape"),
+        ({"bounds": (1.0, 0.0)}, "bounds"),
+        ({"update": {"1.weight": torch.zeros(16, 144)}}, "update"),
+        ({"update": {"conv.weight": torch.ones(2, 2)}}, "update"),
         ({"truth": torch.zeros(1, 12, 12, 3), "shape": None}, "truth"),
         ({"truth": torch.zeros(1, 1, 16, 9)}, "shape"),
         ({"labels": [-1]}, "labels"),

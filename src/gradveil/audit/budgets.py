@@ -112,8 +112,8 @@ def within(
 ) -> Attack:
     """Return the attack with as many iterations (updates of a learner) as its share of the budget allows.
 
-    It has at most its own. `time_of` attacks once and returns the seconds of it, of a search those of its descent; `plans` keeps the result. An
-    attack with neither stays as it is.
+    It has at most its own. `time_of` attacks once and returns the seconds of it, of a search those of its descent;
+    `plans` keeps the result. An attack with neither stays as it is.
     """
     if not spends(attack):
         return attack
