@@ -240,6 +240,12 @@ def test_an_update_that_nothing_explains_says_so_and_so_does_one_that_its_truth_
     assert len(str(own).splitlines()) == len(str(unknown).splitlines()) - 1
 
 
+def test_several_examples_of_an_update_of_one_are_doubted() -> None:
+    net = network()
+    told = str(gv.invert(net, gradient(net), examples=3, shape=(1, 12, 12), mean=MEAN, std=STD))
+    assert "All 3 are the same" in told
+
+
 def test_of_several_images_those_that_came_back_are_counted() -> None:
     net, inputs = network(), torch.rand(2, 1, 12, 12, generator=torch.Generator().manual_seed(2))
     net.zero_grad()

@@ -15,6 +15,8 @@ from gradveil.spaces import TableSpace, TextSpace
 
 _RECOVERED, _FEW = 0.5, 10
 """SSIM above which an image counts as recovered; labels that are printed at most."""
+_SAME = 1e-3
+"""A distance of pixels, cells or tokens below which they are the same."""
 _UNEXPLAINED = 0.5
 """A distance above which examples do not explain an update: 1 is that of an update of zeros."""
 
@@ -121,6 +123,8 @@ class Inverted:
         """Say what was changed in the model, and why an update may not be explained."""
         if self.prepared:
             yield f"Prepared: {'; '.join(self.prepared)}."
+        if len(self.images) > 1 and float((self.images - self.images[:1]).double().abs().max()) < _SAME:
+            yield f"All {len(self.images)} are the same: is the update of one example?"
         settings = "weights, mode (train or eval), loss, defence= and local="
         if self.of_truth > _UNEXPLAINED:
             off = percent(self.of_truth)
