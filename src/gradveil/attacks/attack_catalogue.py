@@ -47,7 +47,7 @@ from gradveil.attacks.malicious.fishing import SEARCHED, Fishing, fishing
 from gradveil.attacks.malicious.hidden_units import CopiedRows, QuantileBiases
 from gradveil.attacks.malicious.loss_steering import Steering, steering
 from gradveil.attacks.malicious.planted_block import Imprint, Trap
-from gradveil.attacks.many_rounds import averaging, glaus
+from gradveil.attacks.many_rounds import averaging, glaus, right_angles
 from gradveil.attacks.sequences.embedding_rows import EmbeddingRows
 from gradveil.attacks.sequences.embedding_search import EmbeddingSearch
 from gradveil.attacks.sequences.span_attack import SpanAttack, span_rank
@@ -343,6 +343,7 @@ _GEMINIO = "Shan et al. 2025, Geminio: Language-Guided Gradient Inversion Attack
 _PORTFOLIO = "Gradveil; Geiping et al. 2020 (breaching) for the variation of colour differences"
 _TABLEAK = "Vero, Balunović, Dimitrov, Vechev 2023, TabLeak: Tabular Data Leakage in Federated Learning (ICML)"
 _MEAN = "the law of large numbers"
+_ANGLES = "the rank of right angles; Johnson, Lindenstrauss 1984 for few rounds"
 _GLAUS = "Yang et al. 2023 (GLAUS)"
 _FILM = "Gupta et al. 2022, Recovering Private Text in Federated Learning of Language Models (NeurIPS)"
 _LAMP = "after Balunović et al. 2022, LAMP: Extracting Text from Gradients with Language Model Priors (NeurIPS)"
@@ -396,6 +397,13 @@ ATTACKS: dict[str, AttackEntry] = {
             _STEERED,
         ),
         InversionEntry("averaging", averaging, "IG on the mean of many rounds of one model", _MEAN, _POOLED),
+        InversionEntry(
+            "right-angles",
+            right_angles,
+            "portfolio's search for the gradient at a right angle to all rounds of one model",
+            _ANGLES,
+            _only(*SEARCHED, "halving", "start"),
+        ),
         InversionEntry(
             "glaus", glaus, "magnitudes from how often entries were sampled, then IG or DLG", _GLAUS, _SAMPLED
         ),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.inversion.inversion import Inversion
-from gradveil.attacks.inversion_presets import OWN_DRAWS, dlg, ig_scheliga
+from gradveil.attacks.inversion_presets import OWN_DRAWS, dlg, ig_scheliga, portfolio
 from gradveil.attacks.knowledge import Knowledge, Known
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction
 from gradveil.client import Client
@@ -30,7 +30,7 @@ _BATCHES = 16
 _ENOUGH, _OFTEN = 32, 3
 """Fewest sent entries from which the threshold is estimated, and fewest rounds from which the root is."""
 
-Estimate = Annotated[Literal["mean", "ranks", "thresholds"], "How one gradient is made of many rounds."]
+Estimate = Annotated[Literal["mean", "ranks", "thresholds", "angles"], "How one gradient is made of many rounds."]
 Sampled = Annotated[Literal["ranks", "thresholds"], "How one gradient is made of many rounds of samples."]
 Search = Annotated[
     Literal["ig", "dlg"], "Search on the estimated gradient: by angle, or DLG, which finds the label too."
@@ -52,6 +52,9 @@ class Pooled(Inversion):
       auxiliary gradients) and the mean of all clients, which it hears from the server, for the signs.
     - `thresholds` uses the values too: the smallest |s| of a layer is 2 sqrt(C), and the frequency with which an entry
       was sent decides which root of s = g + C / g is g.
+    - `angles` keeps an orthonormal basis of what was sent, as long as the gradients: what a client sends at a right
+      angle to its gradient, as CENSOR does, shows the gradient's own line after as many rounds as it has entries, and
+      in fewer rounds how far a simulated gradient is from that line.
     """
 
     estimate: Estimate = "mean"
@@ -60,7 +63,7 @@ class Pooled(Inversion):
     def problems(self, prospect: Prospect) -> Iterator[Problem]:
         """Refuse to rank entries without enough auxiliary data."""
         yield from super().problems(prospect)
-        if self.estimate != "mean" and prospect.public < prospect.examples:
+        if self.estimate in ("ranks", "thresholds") and prospect.public < prospect.examples:
             problem = f"{prospect.public} public images are too few for a gradient of {prospect.examples}"
             yield Problem("data.public", problem, "choose data that has more, or lower client.batch")
 
@@ -71,6 +74,8 @@ class Pooled(Inversion):
         first = observations[0]
         params = {n: torch.stack([seen.params[n] for seen in observations]).mean(0) for n in first.params}
         pooled = replace(first, params=params)
+        if self.estimate == "angles":
+            return replace(pooled, update={n: _basis(observations, n) for n in first.update})
         if self.estimate == "mean":
             mean = {n: sum(_sent(observations, n), torch.zeros(())) / len(observations) for n in first.update}
             return replace(pooled, update={n: mean[n].reshape(value.shape) for n, value in first.update.items()})
@@ -156,6 +161,20 @@ def _sent(observations: Sequence[Observation], name: str) -> Iterator[Tensor]:
     return (seen.update[name].flatten(1) for seen in observations)
 
 
+def _basis(observations: Sequence[Observation], name: str) -> Tensor:
+    """Return an orthonormal basis [V, R, *shape] of the span of a parameter's updates, as long as these are on average.
+
+    The span of right angles has a dimension less than the parameter has entries: the direction that is seen least, the
+    gradient's own, is left out where the rounds would fill the space.
+    """
+    shape = observations[0].update[name].shape[1:]
+    sent = torch.stack([values.double() for values in _sent(observations, name)], 1)
+    size = sent.square().sum(2).sqrt().mean(1)
+    most = max(1, min(sent.shape[1], sent.shape[2] - 1))
+    directions = torch.linalg.svd(sent, full_matrices=False).Vh[:, :most]
+    return (size.view(-1, 1, 1) * directions).to(observations[0].update[name]).unflatten(2, shape)
+
+
 def _ranked(observations: Sequence[Observation], name: str, sizes: Tensor, mean: Tensor) -> Tensor:
     """Give each entry the magnitude of its rank by hits, averaged over equal hits, and the sign that was sent."""
     like = observations[0].update[name]
@@ -205,6 +224,11 @@ def averaging() -> Pooled:
 def _pooled(search: Inversion, name: str) -> Pooled:
     settings = {field.name: getattr(search, field.name) for field in fields(Inversion)}
     return Pooled(**{**settings, "name": name, "rounds": "all"})
+
+
+def right_angles() -> Pooled:
+    """Search for a gradient at a right angle to what every round of one model sent, and as long."""
+    return replace(_pooled(portfolio(), "right-angles"), objective="right-angles", estimate="angles", variants=())
 
 
 def glaus(estimate: Sampled = "ranks", search: Search = "ig", magnitudes: Magnitudes = "mean") -> Pooled:

@@ -82,16 +82,20 @@ def sapag(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Te
 
 
 def right_angles(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
-    """Mean over the layers of (1 - ratio of lengths)^2 and the squared cosine: zero at equal lengths and right angles.
+    """Mean over the layers of (1 - ratio of lengths)^2 and the squared sine of the angle to the client's gradient.
 
-    It compares gradients with what a client sends at a right angle to them.
+    It compares gradients with what a client sends at a right angle to its own and as long, one or several of them
+    ([N, R, ...]). Random directions at a right angle to a vector of n entries see 1 / (n - 1) of the squared sine:
+    their mean squared cosine is multiplied by n - 1.
     """
     parts: list[Tensor] = []
     for name, value in observed.items():
-        own, sent = simulated[name].flatten(1), value.flatten(1)
-        length = sent.square().sum(1).sqrt().clamp_min(1e-20)
-        parts.append((1 - root(own.square().sum(1)) / length).square())
-        parts.append((1 - cosine({"": own}, {"": sent})).square())
+        own = simulated[name].flatten(1)
+        sent = value.flatten(1).unflatten(1, (-1, own.shape[1]))
+        size, length = root(own.square().sum(1)), sent[:, 0].square().sum(1).sqrt().clamp_min(1e-20)
+        cosines = (sent @ own.unsqueeze(2)).squeeze(2) / (size * length).unsqueeze(1)
+        parts.append((1 - size / length).square())
+        parts.append(max(1, own.shape[1] - 1) * cosines.square().mean(1))
     return _total(parts) / len(observed)
 
 

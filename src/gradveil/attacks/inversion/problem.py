@@ -23,6 +23,7 @@ from gradveil.attacks.inversion.distances import (
     energy,
     median_cosine,
     of_gradients,
+    right_angles,
     statistics_distance,
     statistics_wanted,
     variation,
@@ -357,7 +358,8 @@ class InversionProblem:
         """Return the distance without priors, that of the median layer, and noise likelihoods [N, 2 + COLUMNS]."""
         batch, noise = self._client_inputs(inputs, logits, variables, constants, rows, streams)
         distance = self._distance(batch, noise, constants, rows, 0)
-        median_layer = self._distance(batch, noise, constants, rows, 0, median_cosine)
+        compared = right_angles if self.attack.objective == "right-angles" else median_cosine
+        median_layer = self._distance(batch, noise, constants, rows, 0, compared)
         return torch.cat([torch.stack([distance, median_layer], 1), self._explained(batch, noise, constants, rows)], 1)
 
     def _explained(self, batch: Batch, noise: Tensors, constants: Tensors, rows: Tensor) -> Tensor:

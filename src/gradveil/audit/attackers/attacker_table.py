@@ -155,8 +155,8 @@ RULES: tuple[Rule, ...] = (
         defence="shapes noise",
     ),
     Rule(
-        ("ig(objective=right-angles, rounds=all)",),
-        "what is sent has the gradient's norms, and is at a right angle to it in every round",
+        ("right-angles",),
+        "what is sent is as long as the gradient, and at a right angle to it: many rounds show its line",
         defence="turns gradients",
     ),
     Rule(("dia",), "the units that were dropped are found together with the examples", defence="drops units"),
