@@ -85,7 +85,7 @@ class Inverted:
             psnr = f", PSNR {self.metrics['psnr']:.1f} dB" if "psnr" in self.metrics else ""
             return f"too small for an SSIM{psnr}" if self.metrics else "no truth to compare with"
         ssim, psnr = self.metrics["ssim"], self.metrics["psnr"]
-        return f"{'' if ssim > _RECOVERED else 'not '}recovered, SSIM {ssim:.2f}, PSNR {psnr:.1f} dB"
+        return f"{'' if ssim > _RECOVERED else 'not '}recovered, SSIM {ssim:z.2f}, PSNR {psnr:.1f} dB"
 
     def __str__(self) -> str:
         """Render the outcome in a few lines."""
