@@ -20,6 +20,7 @@ from gradveil.attacks.inversion.descent import Descent
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.audit import budgets
 from gradveil.audit.api import Result, audit_model
+from gradveil.audit.attackers import stopped_searches
 from gradveil.core.errors import GradveilError
 from gradveil.data import load
 from gradveil.defences import NONE, parse
@@ -175,6 +176,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 def test_attacks_without_iterations_of_their_own_have_a_budget_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budgets, "AUTO_SECONDS", 1.0)
+    monkeypatch.setattr(stopped_searches, "_SOON", 0)
     result = audited(attacks=("ig", ATTACK))
     limited, whole = result.trials
     assert result.config["budget"] == "auto"

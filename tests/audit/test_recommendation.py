@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from gradveil.audit.defence_costs import DefenceCost, Measured, costs
-from gradveil.audit.findings import findings
+from gradveil.audit.defence_costs import STUCK, DefenceCost, costs
+from gradveil.audit.findings import accuracies, equal_counts, findings, guaranteed
 from gradveil.audit.recommendation import Recommendation, _Candidate, _dominates
 from gradveil.audit.result_rows import Row
 from gradveil.audit.run_directory import Trial
+from gradveil.federated.training_groups import MeasuredAccuracy
 from gradveil.federated.training_setup import TrainingTrial
+from gradveil.metrics import wilson
 from tests.report.trials import HEALTHY, row
 
 DP, DGP = "dp(clip=1, sigma=2)", "dgp"
@@ -60,8 +62,8 @@ def test_what_no_attack_broke_is_recommended_with_its_cost_and_errors() -> None:
     assert found.defence == DP
     assert found.text == (
         "Use dp(clip=1, sigma=2): attackers recover and identify 0 of 32 images (95% CI 0–10.7%). It costs 8 points of "
-        "accuracy (92% → 84%, ± 5), 2.5 times the bytes of a round and up to twice the client's time. Of 2 defences "
-        "it is the only one that was not broken."
+        "accuracy (92% → 84%, ± 5), 2.5 times the bytes sent in a round of training (attacked update: 1 ×) and up to "
+        "twice the client's time (2 → 3 s an update). Of 2 defences it is the only one that was not broken."
     )
     numbers = found.as_object()
     assert (numbers["recovered"], numbers["images"], numbers["bytes_ratio"], numbers["seconds_ratio"]) == (
@@ -147,7 +149,42 @@ def test_an_accuracy_that_was_not_measured_is_said_with_the_command(command: str
 def test_a_training_that_learned_nothing_loses_no_accuracy() -> None:
     found = recommended(bare(), against(DP), costs=trained(none=0.5, dp=0.5))
     assert "points of accuracy" not in found.text
-    assert "no training without a defence that learned anything" in found.text
+    assert "no training without a defence made progress" in found.text
+    assert found.as_object()["progress"] is False
+
+
+def test_an_attack_check_and_an_epsilon_that_need_a_word_are_told() -> None:
+    def told(epsilon: float, **change: Any) -> str:
+        return recommended(bare(), against(DP, epsilon={"example": epsilon}, **change)).text
+
+    misled = {"health": HEALTHY | {"objective": 0.01, "objective_truth": 0.02}}
+    assert "Its attack check is ambiguous." in told(6.9, **misled)
+    assert "Its epsilon is 48.8, above 10: no guarantee to rely on." in told(48.8)
+    assert "attack check" not in told(6.9)
+    assert "no guarantee" not in told(6.9)
+
+
+def test_accuracies_say_their_examples_and_mark_trainings_that_learned_nothing() -> None:
+    stuck = findings([bare().trial, against(DP).trial], trained(none=0.5, dp=0.5))
+    first, second = accuracies(stuck, {})
+    assert "100 test images" in first
+    assert second.startswith(f"{STUCK} none and {DP} classified no more")
+    assert {stuck.cost(name).accuracy_words[-1] for name in ("none", DP)} == {STUCK}  # pyright: ignore[reportOptionalMemberAccess]
+    (sound,) = accuracies(findings([bare(of=100).trial, against(DP).trial], trained(none=0.9, dp=0.8)), {})
+    assert "the 100 attacked images" in sound
+    assert not [*accuracies(findings([bare().trial]), {})]
+
+
+def test_lines_explain_an_ambiguous_check_equal_counts_and_an_epsilon() -> None:
+    misled = {"health": HEALTHY | {"objective": 0.01, "objective_truth": 0.02}}
+    twice = [against(DGP, 32), against(DGP, 32, attack="ig")]
+    found = findings([row.trial for row in (bare(), *twice, against(DP, epsilon={"example": 48.8}, **misled))])
+    (check,) = found.checks()
+    assert check.startswith(f"Attack check of {DP}: ambiguous, which means that other images fit")
+    assert [*equal_counts(found)]
+    assert not [*equal_counts(findings([row.trial for row in (bare(), twice[0])]))]
+    (promise,) = guaranteed(found)
+    assert f"only {DP}, epsilon 48.8 of each example (above 10: no guarantee to rely on)" in promise
 
 
 def test_a_run_without_a_defence_recommends_nothing() -> None:
@@ -201,10 +238,14 @@ def test_a_loss_of_no_accuracy_has_no_sign() -> None:
 
 def test_errors_of_accuracies_count_test_images_and_seeds() -> None:
     one, several = (trained(none=values)["none"].accuracy for values in ([0.9], [0.8, 0.9, 1.0]))
-    assert one == Measured(0.9, pytest.approx((92 / 104 * 12 / 104 / 104) ** 0.5))
+    assert one == MeasuredAccuracy(0.9, pytest.approx((92 / 104 * 12 / 104 / 104) ** 0.5), tested=100)
     assert several.value == pytest.approx(0.9)
     assert several.error == pytest.approx((one.error**2 + 0.1**2 / 3) ** 0.5)
     assert trained(none=1.0)["none"].accuracy.error > 0.01
+    assert one.interval == pytest.approx(wilson(90, 100))
+    low, high = several.interval
+    assert 0 < low < one.interval[0] < one.interval[1] < high < 1
+    assert trained(none=0.0)["none"].accuracy.interval == (0.0, pytest.approx(wilson(0, 100)[1]))
 
 
 def test_accuracies_lost_are_of_the_same_seeds() -> None:

@@ -95,6 +95,8 @@ def test_grid_shows_chosen_targets_with_their_scores(audit: Path) -> None:
 
     assert pictures()[0] == 2 * 4, "the ground truth and three defences"
     assert pictures(targets=[1], attacks=["ig", "cdia"])[0] == 1 + 6
+    assert pictures()[1].count("SSIM") == 3
+    assert "−0.00" not in pictures()[1]
     assert pictures(metric="none")[1] == ["Ground truth", "No defence", "gaussian(0.01)", "dp(clip=1, sigma=2)"]
     assert "recovered and identified" in pictures(metric="outcome")[1]
     assert "Original" in pictures(headers={"truth": "Original"})[1]
@@ -117,6 +119,9 @@ def test_pareto_joins_an_audit_with_a_training(audit: Path, runs: tuple[Path, Pa
     shown = texts(draw_figure([tmp_path / "audit", runs[0]], "pareto"))
     assert "Test accuracy (%)" in shown
     assert "hollow: may leak more" in shown
+    drawn = draw_figure([tmp_path / "audit", runs[0]], "pareto")
+    fills = [handle.get_markerfacecolor() for handle in drawn.legends[0].legend_handles]
+    assert fills == ["white"] * 3, "two points, and the line that explains them"
     assert "Bytes sent per round" in texts(draw_figure([tmp_path / "audit", runs[0]], "pareto", against="bytes"))
 
 

@@ -129,7 +129,8 @@ def test_seeds_are_averaged_and_their_intervals_reach_over_all() -> None:
     (each,) = drawn.worst.spots
     assert each.rates == [8 / 32, 12 / 32]
     assert each.rate == 10 / 32
-    assert each.bounds == (wilson(8, 32)[0], wilson(12, 32)[1])
+    assert each.bounds[0] < wilson(8, 32)[0], "corrected for three attacks"
+    assert each.bounds[1] == wilson(12, 32)[1]
     assert each.costs == {"accuracy": (0.7, 0.6, 0.8), "bytes": (60, 50, 70), "seconds": (1.5, 1.0, 2.0)}
 
 

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from gradveil.audit.api import Result
+from gradveil.audit.attackers.stopped_searches import stopped
 from gradveil.audit.findings import MORE, Findings, findings, print_outcome, sentence_of, trained_on
 from gradveil.audit.gate import gate
 from gradveil.audit.result_rows import Row
@@ -245,6 +246,16 @@ def test_what_holds_within_a_budget_only_says_so_and_what_more_takes() -> None:
     assert "ig at 10% of their own iterations" in line
     assert "about 9 min 0 s of computing" in line
     assert "So far ig recovers 0 of 32" in " ".join(printed(some).split())
+
+
+def test_an_hour_is_offered_in_two_digits_where_the_rest_takes_long() -> None:
+    def told(share: float) -> str:
+        cut = row(0, attack="ig", budget_share=share, seconds=7.0, target_iterations=1000)
+        return " ".join(stopped([cut], {}))
+
+    assert "does about 510,000 iterations of ig instead of 31 " in told(0.01)
+    assert "Budget: it stopped ig at 50%" in told(0.5)
+    assert "An hour" not in told(0.5)
 
 
 def test_transformed_images_count_on_every_surface() -> None:

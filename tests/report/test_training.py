@@ -76,7 +76,7 @@ def test_headline_compares_the_most_accurate_defence_with_none() -> None:
     assert headline(group_trainings(trained)) == "dp: 82% ± 2.8, against 92% ± 2.8 without a defence."
     both = group_trainings([*trained, *group("clip", 0.9, 0.9)])
     assert headline(both).startswith("Of 2 defences, clip is the most accurate: 90% ± 0")
-    assert headline(group_trainings(group("none", 0.9))) == "Accuracy: 90% without a defence."
+    assert headline(group_trainings(group("none", 0.9))) == "Accuracy: 90% (83–94%) without a defence."
     assert headline(group_trainings([*group("none", 0.1), *group("dp", 0.1)])).startswith(
         "none and dp classified no more"
     )

@@ -59,6 +59,9 @@ STATES: dict[State, tuple[str, str]] = {
 PASSED = frozenset[State]({"effective", "converged", "ambiguous"})
 """The outcomes where a low rate can be blamed on the defence."""
 
+PLAIN = frozenset[State]({"effective", "converged"})
+"""The outcomes that need no explanation next to a low rate."""
+
 
 @dataclass(frozen=True)
 class Health:

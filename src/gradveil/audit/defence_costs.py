@@ -8,41 +8,37 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from gradveil.audit.attack_selection import UNDEFENDED, canonical
 from gradveil.audit.run_directory import TRAINING, Run
 from gradveil.core.errors import Problem, refuse
-from gradveil.core.formatting import listing, percent
-from gradveil.federated.training_groups import TrainingGroup, Trials, group_trainings
+from gradveil.core.formatting import listing
+from gradveil.federated.training_groups import (
+    MeasuredAccuracy,
+    MeasuredNumber,
+    OneClassShare,
+    TrainingGroup,
+    Trials,
+    epsilons_of,
+    group_trainings,
+    largest_epsilon,
+)
 from gradveil.federated.training_run import StoredTraining, is_training, load_training
 
-
-@dataclass(frozen=True)
-class Measured:
-    """A share with its standard error."""
-
-    value: float
-    error: float
-
-    def words(self) -> str:
-        """Write both in percent.
-
-        >>> Measured(0.84, 0.037).words()
-        '84% ± 4'
-        """
-        return f"{percent(self.value)} ± {100 * self.error:.0f}"
+STUCK = "*"
+"""The mark of an accuracy whose training learned nothing."""
 
 
 @dataclass(frozen=True)
 class DefenceCost:
     """The cost of a defence in its trainings, over all their seeds."""
 
-    accuracy: Measured
-    plain: Measured | None
+    accuracy: MeasuredAccuracy
+    plain: MeasuredAccuracy | None
     """The accuracy without a defence, of the same trainings; None where there is none, or where it learned nothing."""
-    lost: Measured | None
+    lost: MeasuredNumber | None
     """The accuracy lost to no defence; None for no defence, and where lengths of training differ."""
     bytes_ratio: float | None
     """Bytes that all clients send in a round, relative to no defence."""
@@ -54,17 +50,31 @@ class DefenceCost:
     """The same in a few words."""
     rounds: int
     seeds: int
-    learned: bool
-    """Whether its accuracy is above that of one class for all."""
+    chance: OneClassShare | None
+    """What one class for all reaches, where the accuracy is not above it: the training made no progress."""
+    epsilon: float
+    """The largest epsilon of these trainings, 0 without any."""
     spans: Mapping[str, tuple[float, float, float]]
     """Mean over the seeds, lowest and highest: of `accuracy`, `bytes` per round of all clients, and a client's
     `seconds`."""
+
+    @property
+    def learned(self) -> bool:
+        """Whether its accuracy is above that of one class for all."""
+        return self.chance is None
+
+    @property
+    def accuracy_words(self) -> str:
+        """The accuracy with its interval, and a mark where the training learned nothing."""
+        return self.accuracy.words() + ("" if self.learned else STUCK)
 
     def as_object(self) -> dict[str, Any]:
         """Return the numbers as plain values."""
         return {
             "accuracy": self.accuracy.value,
             "accuracy_error": self.accuracy.error,
+            "tested": self.accuracy.tested,
+            "progress": self.learned,
             "accuracy_without_defence": self.plain and self.plain.value,
             "accuracy_lost": self.lost and self.lost.value,
             "accuracy_lost_error": self.lost and self.lost.error,
@@ -73,6 +83,12 @@ class DefenceCost:
             "rounds": self.rounds,
             "seeds": self.seeds,
         }
+
+
+def largest_epsilon_of(info: Mapping[str, Any], cost: DefenceCost | None) -> float:
+    """Return the largest epsilon of a trial: of the planned training, or of the one behind the accuracy; 0 without."""
+    planned = info.get("epsilon") or cost is None or not cost.proof
+    return max(epsilons_of(info).values(), default=0.0) if planned or cost is None else cost.epsilon
 
 
 Costs = Mapping[str, DefenceCost]
@@ -165,10 +181,10 @@ def _apart(one: StoredTraining, other: StoredTraining) -> Iterator[Problem]:
 def _cost(group: TrainingGroup, bare: TrainingGroup | None) -> DefenceCost | None:
     if bare is not None and (seeds := {own["seed"] for own, _ in group.pairs}):
         group, bare = group.of_seeds(seeds), bare.of_seeds(seeds)  # means over other seeds do not compare
-    if group.diverged or not (accuracy := _accuracy(group)):
+    if group.diverged or not (accuracy := group.accuracy):
         return None
     # A training that learned nothing cannot lose accuracy.
-    plain = _accuracy(bare) if bare is not None and not bare.diverged and bare.is_above_chance else None
+    plain = bare.accuracy if bare is not None and not bare.diverged and bare.is_above_chance else None
     worst = group.worst
     return DefenceCost(
         accuracy=accuracy,
@@ -180,7 +196,8 @@ def _cost(group: TrainingGroup, bare: TrainingGroup | None) -> DefenceCost | Non
         proven=group.proof,
         rounds=max(int(summary["rounds"]) for summary in group.completed),
         seeds=len(group.completed),
-        learned=group.is_above_chance,
+        chance=None if group.is_above_chance else group.chance,
+        epsilon=largest_epsilon(worst) if worst else 0.0,
         spans={name: _span(values) for name, key in _SPANS.items() if (values := group.values(key))},
     )
 
@@ -192,27 +209,12 @@ def _span(values: Sequence[float]) -> tuple[float, float, float]:
 _SPANS = {"accuracy": "accuracy", "bytes": "bytes_up", "seconds": "client_seconds"}
 
 
-def _accuracy(group: TrainingGroup) -> Measured | None:
-    """Average the accuracy; its error is of the test images, and of the seeds where there are several.
-
-    The error of a share k of n takes two more hits and misses, so that none is 0 (Agresti and Coull 1998).
-    """
-    values = group.values("accuracy")
-    if not values:
-        return None
-    mean, tested = fmean(values), min((int(summary["tested"] or 1) for summary in group.completed), default=1)
-    share = (mean * tested + 2) / (tested + 4)
-    of_images = share * (1 - share) / (tested + 4)
-    of_seeds = stdev(values) ** 2 / len(values) if len(values) > 1 else 0.0
-    return Measured(mean, math.sqrt(of_images + of_seeds))
-
-
-def _lost(group: TrainingGroup, accuracy: Measured, plain: Measured | None) -> Measured | None:
+def _lost(group: TrainingGroup, accuracy: MeasuredNumber, plain: MeasuredNumber | None) -> MeasuredNumber | None:
     """Average the accuracy lost, seed by seed; its error takes the two accuracies to be independent."""
     differences = group.differences
     if not differences or plain is None:
         return None
-    return Measured(-fmean(differences), math.hypot(accuracy.error, plain.error))
+    return MeasuredNumber(-fmean(differences), math.hypot(accuracy.error, plain.error))
 
 
 def _ratio(group: TrainingGroup, bare: TrainingGroup | None, key: str) -> float | None:

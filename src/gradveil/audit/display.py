@@ -211,7 +211,7 @@ def _called(trial: TrialAddress) -> str:
 
 def _fixed(value: float | None, digits: int) -> str:
     """Write a score with so many decimals, as a column needs them."""
-    return DASH if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+    return DASH if value is None or not math.isfinite(value) else f"{value:z.{digits}f}"
 
 
 def _with_spread(mean: float | None, spread: float | None) -> str:

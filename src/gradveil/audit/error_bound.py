@@ -232,12 +232,26 @@ def recovery_sentence(bound: Mapping[str, Any]) -> str:
     ...     "guess": 0.01, "bound": 0.0924})
     'an attacker who knows all other examples recovers and identifies this one with probability at most 9.24% (guess \
 1%, sigma 1, one release)'
+    >>> recovery_sentence({"of": "watched", "unit": "example", "noise": 1.0, "releases": 1, "rate": 1.0,
+    ...     "guess": 0.983, "bound": 0.99999})
+    'no limit for an attacker who knows all other examples: a guess at this one alone is right with probability up to \
+98.3%, as far as the public examples tell, and the baseline is only its estimate; more of them in each class lower it'
     """
     facts = [f"sigma {rounded(bound['noise'])}", releases(bound)]
     if bound["unit"] == "client":
-        who = "an attacker who knows the data of all other clients recovers and identifies any example of this one"
+        who, whom = "an attacker who knows the data of all other clients", "any example of this one"
     else:
-        who = "an attacker who knows all other examples recovers and identifies this one"
+        who, whom = "an attacker who knows all other examples", "this one"
+    if bound["bound"] is not None and at_most(bound["bound"]) == "100%":
+        why = f"too little noise ({', '.join(facts)})"
+        if 2 * bound["guess"] >= 1:
+            upper = f"a guess at {whom} alone is right with probability up to {percent(bound['guess'])}"
+            why = (
+                f"{upper}, as far as the public examples tell, and the baseline is only its estimate; more of them in "
+            )
+            why += "each class lower it"
+        return f"no limit for {who}: {why}"
+    who = f"{who} recovers and identifies {whom}"
     if bound["bound"] is not None:
         chance = f"{at_most(bound['bound'])} (guess {percent(bound['guess'])}, {', '.join(facts)})"
         return f"{who} with probability at most {chance}"

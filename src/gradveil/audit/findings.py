@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gradveil.audit.attack_check import STATES, coincidence, examine
+from gradveil.audit.attack_check import PLAIN, STATES, State, coincidence, examine
 from gradveil.audit.attack_selection import ATTACKERS, canonical
 from gradveil.audit.attackers.run_attackers import untested
-from gradveil.audit.audit_config import AUTO
+from gradveil.audit.attackers.stopped_searches import stopped
 from gradveil.audit.baselines import baseline, risk_of
-from gradveil.audit.defence_costs import Costs, DefenceCost, costs_of
+from gradveil.audit.defence_costs import STUCK, Costs, DefenceCost, costs_of, largest_epsilon_of
 from gradveil.audit.display import result_table
 from gradveil.audit.error_bound import recovery_sentence
 from gradveil.audit.recommendation import MissingVerdict, Recommendation, recommend
@@ -26,10 +26,11 @@ from gradveil.audit.result_rows import Row, TrialSetting, short_names, summarise
 from gradveil.audit.run_directory import NEEDLESS, UNFIT, Run, Trial
 from gradveil.audit.threat_model import scope, threat_model, untried
 from gradveil.audit.verdict import LEVELS, Level, Verdict, verdicts
-from gradveil.core.formatting import DASH, duration, interval, listing, number, percent, plural, size
+from gradveil.core.formatting import DASH, interval, listing, percent, plural, size
 from gradveil.core.space import ExampleWords
 from gradveil.defences.guarantees import NOTHING
-from gradveil.federated.training_groups import proven
+from gradveil.defences.privacy_warnings import reservation
+from gradveil.federated.training_groups import not_above, proven
 
 SCHEMA = "gradveil.summary/1"
 """The schema of what `gradveil summary --json` prints."""
@@ -148,6 +149,24 @@ class Findings:
                 groups.setdefault((each.level, reason), []).append(each.defence)
         for (level, reason), names in groups.items():
             yield f"{listing(dict.fromkeys(names))}: {LEVELS[level][0].lower()}. {reason}"
+
+    def checks(self) -> Iterator[str]:
+        """Say what the attack check of a defence that is not broken means, where it is not a plain pass."""
+        names: dict[State, list[str]] = {}
+        for each in self.verdicts:
+            if each.level == "not broken" and each.health.state not in PLAIN:
+                names.setdefault(each.health.state, []).append(each.defence)
+        for state, some in names.items():
+            label, meaning = STATES[state]
+            words = self.finished[0].words.told(meaning)
+            yield f"Attack check of {listing(dict.fromkeys(some))}: {label}, which means that {words}."
+
+    @property
+    def no_progress(self) -> str:
+        """The trainings behind the accuracies that learned nothing, after the mark that they have; empty without."""
+        entries = {each.defence: self.cost(each.defence) for each in self.entries if each.setting.trained is None}
+        stuck = not_above({name: cost.chance for name, cost in entries.items() if cost and cost.chance})
+        return f"{STUCK} {stuck}" if stuck else ""
 
     def reasons(self) -> Iterator[str]:
         """Give every reason of each verdict, in a line."""
@@ -455,7 +474,7 @@ def _accuracy(found: Findings, verdict: Verdict) -> str:
         then = verdict.best.summary["accuracy"]
         return "" if then is None else percent(then)
     cost = found.cost(verdict.defence)
-    return cost.accuracy.words() if cost else ""
+    return cost.accuracy_words if cost else ""
 
 
 def headline(verdict: Verdict) -> tuple[str, str, str, str, str]:
@@ -479,6 +498,9 @@ def strongest(verdict: Verdict, names: Mapping[str, str] = MappingProxyType({}))
 def remarks_on(found: Findings, config: Mapping[str, Any], warnings: Sequence[str] = ()) -> Iterator[str]:
     """Collect what the table does not show: reasons of undecided verdicts, failures, guarantees, what is not tested."""
     yield from found.notes()
+    yield from found.checks()
+    yield from equal_counts(found)
+    yield from accuracies(found, config)
     yield from trained_on(found)
     yield from failures(found)
     rows = found.finished
@@ -501,6 +523,29 @@ def remarks_on(found: Findings, config: Mapping[str, Any], warnings: Sequence[st
         yield f"Not tested: {', '.join(missing)}."
 
 
+def equal_counts(found: Findings) -> Iterator[str]:
+    """Explain why rows with the same count have different intervals, where the numbers of attacks differ."""
+    alike: dict[tuple[int, int], list[Verdict]] = {}
+    for verdict in found.verdicts:
+        alike.setdefault((verdict.identifiable, verdict.images), []).append(verdict)
+    attacked = [{(verdict.interval, len(verdict.judged)) for verdict in same} for same in alike.values()]
+    if any(len({ends for ends, _ in each}) > 1 < len({count for _, count in each}) for each in attacked):
+        yield "95% CI: rows with equal counts differ, because the lower end allows for the number of attacks on each."
+
+
+def accuracies(found: Findings, config: Mapping[str, Any]) -> Iterator[str]:
+    """Say on which examples the accuracies were measured, and which trainings learned nothing."""
+    costs = [found.cost(each.defence) for each in found.entries if each.setting.trained is None]
+    tested = max((cost.accuracy.tested for cost in costs if cost is not None), default=0)
+    if tested:
+        some = found.finished[0].words.plural
+        every = config.get("target_images", "test") == "test" and max(row.distinct for row in found.finished) >= tested
+        which = f"the {tested} attacked {some}" if every else f"{tested} test {some}"
+        yield f"Accuracy: of {which}, after a short training, with its 95% interval."
+    if found.no_progress:
+        yield found.no_progress
+
+
 def _unbounded_guesses(rows: Sequence[Row]) -> Iterator[str]:
     """Explain a high baseline where no public examples say how many images a guess recovers."""
     known = {name for row in rows for _, _, scores in row.scores() for name in scores.get("expected") or ()}
@@ -519,56 +564,8 @@ def _left_out(found: Findings) -> Iterator[str]:
         yield f"Left out: {which}. Name the attack to have it."
 
 
-def stopped(rows: Sequence[Row], config: Mapping[str, Any]) -> Iterator[str]:
-    """Report in a line which attacks a budget stopped, and how long the rest of their iterations would take."""
-    shares: dict[str, list[float]] = {}
-    names, rest = short_names(row.attack for row in rows), 0.0
-    for row in rows:
-        if row.budget_share is not None:
-            shares.setdefault(names[row.attack], []).append(row.budget_share)
-            rest += (row.info.get("seconds") or 0.0) * (1 / row.budget_share - 1)
-    if shares:
-        spans = (" to ".join(dict.fromkeys(map(percent, (min(some), max(some))))) for some in shares.values())
-        each = listing(f"{name} at {span}" for name, span in zip(shares, spans, strict=True))
-        own = "the iterations that their authors use" if config.get("budget") == AUTO else "their own iterations"
-        yield (
-            f"Budget: it stopped {each} of {own}; the rest would take about {duration(rest)} of computing "
-            f"(budget=None, or --budget none).{_so_far(rows)}{_in_an_hour(rows)}"
-        )
-
-
 _NAMED = 3
 """Modules of a change that are named in full."""
-_HOUR = 3600
-_MANY = 10
-"""Below so many times what a budget allowed, an hour on one target client is not worth a sentence."""
-
-
-def _so_far(rows: Sequence[Row]) -> str:
-    """Say what the searches that a budget stopped have found by then, of which the strongest did not find half."""
-    stopped = [row for row in rows if row.budget_share is not None and not row.is_control]
-    best = max(stopped, key=lambda row: (row.asr, row.headline or 0.0), default=None)
-    if best is None or best.headline is None or 2 * best.recovered >= best.images:
-        return ""
-    name, score = short_names(row.attack for row in rows)[best.attack], number(best.headline, 2)
-    return f" So far {name} recovers {best.recovered} of {best.images} (mean {best.words.metric} {score})."
-
-
-def _in_an_hour(rows: Sequence[Row]) -> str:
-    """Say what the slowest search that a budget stopped does in an hour on one target client, where that is more."""
-    names = short_names(row.attack for row in rows)
-    stopped = [row for row in rows if row.budget_share is not None]
-    paces = [(row.info["seconds"] / spent, row) for row in stopped if (spent := row.info.get("target_iterations"))]
-    if not paces:
-        return ""
-    pace, row = max(paces, key=lambda each: each[0])
-    count, done = _HOUR / pace, row.info["target_iterations"] / len(row.trial.records)
-    if count < _MANY * done:
-        return ""
-    return (
-        f" An hour on one target client does about {number(count, 2)} iterations of {names[row.attack]} instead of "
-        f"{number(done, 2)} (target_clients=1, budget='1h'; or --target-clients 1 --budget 1h)."
-    )
 
 
 def briefly(change: str) -> str:
@@ -603,9 +600,11 @@ def recovery_limits(found: Findings) -> Iterator[str]:
 def _proven(found: Findings, row: Row) -> str:
     """Describe in a few words what is proven: of a planned training, or of the one behind the accuracy."""
     cost = found.cost(row.defence)
+    doubt = reservation(largest_epsilon_of(row.info, cost))
+    doubt = f" ({doubt})" if doubt else ""
     if row.info.get("epsilon") or cost is None or not cost.proof:
-        return proven(row.info)
-    return f"{cost.proven} over the {plural(cost.rounds, 'round')} of training behind the accuracy"
+        return f"{proven(row.info)}{doubt}"
+    return f"{cost.proven}{doubt} over the {plural(cost.rounds, 'round')} of training behind the accuracy"
 
 
 def details(found: Findings) -> Iterator[str]:

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from gradveil.audit.attack_check import PLAIN
 from gradveil.audit.attack_selection import canonical
-from gradveil.audit.defence_costs import Costs, DefenceCost
+from gradveil.audit.defence_costs import Costs, DefenceCost, largest_epsilon_of
 from gradveil.audit.verdict import ENOUGH, LEVELS, Level, Verdict
-from gradveil.core.formatting import interval, listing, number, percent, plural
+from gradveil.core.formatting import DASH, interval, listing, number, plural
 from gradveil.data import DATASETS
+from gradveil.defences.privacy_warnings import reservation
 
 _COST = "--set cost.rounds=20 --set cost.local.lr=0.1 --set cost.local.epochs=1 --set cost.local.batch=8"
 """Options of `gradveil audit` that measure accuracy next to the attacks."""
@@ -167,6 +169,10 @@ def _use(
     count = f"{worst.identifiable} of {worst.best.counted(worst.images)} (95% CI {interval(*worst.interval)})"
     within = "within the budget, " if best.limited else ""
     sentences = [f"Use {best.name}: {within}attackers recover and identify {count}.", *_costs(best, command)]
+    if worst.health.state not in PLAIN:
+        sentences.append(f"Its attack check is {worst.health.label}.")
+    if doubt := reservation(epsilon := largest_epsilon_of(worst.best.info, best.cost)):
+        sentences.append(f"Its epsilon is {number(epsilon)}, {doubt}.")
     sentences.append(_compared(best, others, defended))
     facts = {
         "recovered": worst.identifiable,
@@ -184,26 +190,34 @@ def _costs(best: _Candidate, command: str) -> Iterator[str]:
     cost, told = best.cost, list[str]()
     if cost is not None and cost.lost is not None and cost.plain is not None:
         points, error = round(100 * cost.lost.value), 100 * cost.lost.error
-        change = f"{percent(cost.plain.value)} → {percent(cost.accuracy.value)}"
+        change = " → ".join(f"{100 * each.value:.{each.decimals}f}%" for each in (cost.plain, cost.accuracy))
         word = "points" if abs(points) != 1 else "point"
         told.append(f"{points} {word} of accuracy ({change}, ± {error:.0f})")
     if best.bytes_ratio is not None:
-        what = "of a round" if cost is not None and cost.bytes_ratio is not None else "of an update"
-        ratio = number(best.bytes_ratio, 2)
-        told.append(f"about the same bytes {what}" if ratio == "1" else f"{ratio} times the bytes {what}")
+        in_training = cost is not None and cost.bytes_ratio is not None
+        what = "sent in a round of training" if in_training else "of an update"
+        ratio, attacked = (number(each, 2) for each in (best.bytes_ratio, best.worst and best.worst.price.share))
+        other = f" (attacked update: {attacked} ×)" if attacked not in (ratio, DASH) else ""
+        told.append((f"about the same bytes {what}" if ratio == "1" else f"{ratio} times the bytes {what}") + other)
     if cost is not None and cost.seconds_ratio is not None:
-        told.append(_time(cost.seconds_ratio))
+        told.append(_time(cost.seconds_ratio, cost.spans["seconds"][0]))
     if told:
         yield f"It costs {listing(told)}."
     if cost is None or cost.lost is None:
         yield _unmeasured(best, command)
 
 
-def _time(ratio: float) -> str:
-    """Say how a client's time compares; timings of short trainings are noisy, so that small ratios come in steps."""
+def _time(ratio: float, seconds: float) -> str:
+    """Say how a client's time compares; timings of short trainings are noisy, so that small ratios come in steps.
+
+    >>> _time(9.7, 0.0904), _time(1.6, 2.5)
+    ("9.7 times the client's time (9.3 → 90 ms an update)", "up to twice the client's time (1.6 → 2.5 s an update)")
+    """
     if 0.8 <= ratio <= 1.25:
         return "about the same client time"
-    return "up to twice the client's time" if 1.25 < ratio <= 2 else f"{number(ratio, 2)} times the client's time"
+    told = "up to twice the client's time" if 1.25 < ratio <= 2 else f"{number(ratio, 2)} times the client's time"
+    unit, scale = ("s", 1.0) if seconds >= 1 else ("ms", 1e3)
+    return f"{told} ({number(scale * seconds / ratio, 2)} → {number(scale * seconds, 2)} {unit} an update)"
 
 
 def _unmeasured(best: _Candidate, command: str) -> str:
@@ -212,7 +226,7 @@ def _unmeasured(best: _Candidate, command: str) -> str:
     if data in DATASETS and not DATASETS[data].task:
         return f"Its cost in accuracy cannot be measured: the labels of {data} mean nothing."
     if best.cost is not None and best.cost.plain is None:
-        return "Its cost in accuracy is unknown: there is no training without a defence that learned anything."
+        return "Its cost in accuracy is unknown, because no training without a defence made progress."
     how = "gradveil train on the same data and model, then gradveil summary with both runs"
     if command.startswith("gradveil audit") and "--observed" not in command:
         how = f"{command} {_COST}"

@@ -16,7 +16,6 @@ from rich.text import Text
 from gradveil.core.errors import Problem
 from gradveil.core.formatting import DASH, percent, plural, size
 from gradveil.defences.aligned import OUTVOTING
-from gradveil.defences.privacy_warnings import MEANINGLESS
 from gradveil.federated.training_groups import TrainingGroup, TrainingSummary, Trials, group_trainings, no_progress
 from gradveil.federated.training_run import FAILED
 from gradveil.federated.training_setup import TrainingTrial
@@ -130,5 +129,6 @@ def _proofs(groups: Sequence[TrainingGroup]) -> Iterator[str]:
     """Return the guarantee of every defence that has an epsilon."""
     for group in groups:
         if group.worst and group.worst["epsilon"]:
-            doubt = f". Above {MEANINGLESS:g}: no guarantee to rely on" if group.is_meaningless else ""
-            yield f"Proven of {group.name}: {group.worst['guarantee']}{doubt}."
+            yield f"Proven of {group.name}: {group.worst['guarantee']}."
+            if group.reservation:
+                yield f"Epsilon of {group.name}: {group.reservation}."

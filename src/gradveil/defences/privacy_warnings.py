@@ -16,6 +16,17 @@ from gradveil.theory.accounting import Participation, epsilon
 
 MEANINGLESS = 10.0
 """Larger epsilons are not a useful guarantee (Ponomareva et al. 2023, sec. 5.2.1)."""
+
+
+def reservation(value: float) -> str:
+    """Say of an epsilon that it is too large to rely on; empty for others.
+
+    >>> reservation(48.8), reservation(6.9)
+    ('above 10: no guarantee to rely on', '')
+    """
+    return f"above {MEANINGLESS:g}: no guarantee to rely on" if value > MEANINGLESS else ""
+
+
 _VOIDING: Mapping[Fault, tuple[str, str]] = {
     "trained beside": (
         "trains private layers (a lock) without noise, and later steps depend on them",

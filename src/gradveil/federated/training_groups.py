@@ -7,14 +7,15 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradveil.core.formatting import DASH, listing, number, percent, plural
 from gradveil.defences.guarantees import NOTHING
-from gradveil.defences.privacy_warnings import MEANINGLESS
+from gradveil.defences.privacy_warnings import reservation
 from gradveil.federated.training_config import TrainConfig
 from gradveil.federated.training_run import FAILED
 from gradveil.federated.training_setup import TrainingTrial
+from gradveil.metrics import wilson
 
 TrainingSummary = Mapping[str, Any]
 """The stored result of a training."""
@@ -28,6 +29,69 @@ FINISHED = "finished"
 """Status of a training that ran all planned rounds."""
 SUCCESSFUL = (FINISHED, "stopped early")
 """Statuses of a training that ended as planned."""
+
+
+@dataclass(frozen=True)
+class MeasuredNumber:
+    """A number with its standard error."""
+
+    value: float
+    error: float
+
+
+@dataclass(frozen=True)
+class MeasuredAccuracy(MeasuredNumber):
+    """A share of test examples that is classified correctly, the mean over the seeds."""
+
+    tested: int
+    """Test examples of a seed."""
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95% interval: Wilson's, of as many examples as have this standard error where seeds differ."""
+        share = (self.value * self.tested + 2) / (self.tested + 4)
+        as_many = max(1.0, share * (1 - share) / self.error**2 - 4)
+        return wilson(self.value * as_many, as_many)
+
+    @property
+    def decimals(self) -> int:
+        """The decimals of its percentage that the standard error supports."""
+        return 0 if self.error >= 0.01 else 1 if self.error >= 0.001 else 2
+
+    def words(self) -> str:
+        """Write it in percent, with its interval.
+
+        >>> MeasuredAccuracy(0.75, 0.1361, 8).words(), MeasuredAccuracy(0.0, 0.1076, 8).words()
+        ('75% (41–93%)', '0% (0–32%)')
+        """
+        value, low, high = (f"{100 * each:.{self.decimals}f}" for each in (self.value, *self.interval))
+        return f"{value}% ({low}–{high}%)"
+
+
+class OneClassShare(NamedTuple):
+    """What one class for all reaches on the test examples of a defence, the mean over the seeds."""
+
+    share: float
+    error: float
+    """The standard error of the share."""
+    tested: int
+    """Test examples of a seed."""
+    seeds: int
+
+    @property
+    def most(self) -> float:
+        """The highest accuracy that is no training progress yet."""
+        return self.share + _STANDARD_ERRORS * self.error
+
+    def words(self) -> str:
+        """Name the share, the margin above it and the test examples.
+
+        >>> OneClassShare(5 / 9, 0.166, 9, 1).words()
+        '55.6% + 33 points, on 9 test examples'
+        """
+        seeds = f" with each of {self.seeds} seeds" if self.seeds > 1 else ""
+        margin = number(100 * _STANDARD_ERRORS * self.error, 2)
+        return f"{percent(self.share)} + {margin} points, on {plural(self.tested, 'test example')}{seeds}"
 
 
 @dataclass(frozen=True)
@@ -72,15 +136,35 @@ class TrainingGroup:
         return stdev(values) if len(values) > 1 else None
 
     @property
-    def is_above_chance(self) -> bool:
-        """Whether the accuracy is significantly above that of the most frequent class."""
+    def accuracy(self) -> MeasuredAccuracy | None:
+        """The mean accuracy; its error is of the test examples, and of the seeds where there are several.
+
+        The error of a share k of n takes two more hits and misses, so that none is 0 (Agresti and Coull 1998).
+        """
+        values = self.values("accuracy")
+        if not values:
+            return None
+        mean, tested = fmean(values), min((int(summary["tested"] or 1) for summary in self.completed), default=1)
+        share = (mean * tested + 2) / (tested + 4)
+        of_examples = share * (1 - share) / (tested + 4)
+        of_seeds = stdev(values) ** 2 / len(values) if len(values) > 1 else 0.0
+        return MeasuredAccuracy(mean, math.sqrt(of_examples + of_seeds), tested)
+
+    @property
+    def chance(self) -> OneClassShare | None:
+        """What the most frequent class for all examples reaches; None where it was not recorded."""
         with_chance = [summary for summary in self.completed if summary["constant"] is not None]
         if not with_chance:
-            return True
-        chance = fmean(summary["constant"] for summary in with_chance)
+            return None
+        share, every = fmean(summary["constant"] for summary in with_chance), [int(s["tested"]) for s in with_chance]
         # The binomial deviation of the share that a constant answer gets right.
-        error = math.sqrt(chance * (1 - chance) / sum(summary["tested"] for summary in with_chance))
-        return fmean(summary["accuracy"] for summary in with_chance) > chance + _STANDARD_ERRORS * error
+        return OneClassShare(share, math.sqrt(share * (1 - share) / sum(every)), min(every), len(every))
+
+    @property
+    def is_above_chance(self) -> bool:
+        """Whether the accuracy is significantly above that of the most frequent class."""
+        with_chance = [summary["accuracy"] for summary in self.completed if summary["constant"] is not None]
+        return self.chance is None or fmean(with_chance) > self.chance.most
 
     @property
     def differences(self) -> list[float]:
@@ -124,9 +208,9 @@ class TrainingGroup:
         return proven(self.worst) if self.worst else DASH
 
     @property
-    def is_meaningless(self) -> bool:
-        """Whether there is an epsilon that is too large to rely on."""
-        return bool(self.worst) and largest_epsilon(self.worst) > MEANINGLESS
+    def reservation(self) -> str:
+        """What to say of an epsilon that is too large to rely on; empty where there is none."""
+        return reservation(largest_epsilon(self.worst)) if self.worst else ""
 
 
 def proven(info: Mapping[str, Any]) -> str:
@@ -137,14 +221,18 @@ def proven(info: Mapping[str, Any]) -> str:
     >>> proven({"epsilon": {"client": 8800112.3}})
     'epsilon 8.8e+06 of each client'
     """
-    epsilons = info.get("epsilon") or (info.get("training") or {}).get("epsilon") or {}
     # Digits of a number that promises nothing would look like precision.
-    said = {unit: number(value) if value < 1e4 else f"{value:.2g}" for unit, value in epsilons.items()}
+    said = {unit: number(value) if value < 1e4 else f"{value:.2g}" for unit, value in epsilons_of(info).items()}
     found = [f"epsilon {value} of each {unit}" for unit, value in said.items()]
     if found:
         return ", ".join(found)
     told = str(info.get("guarantee") or "none")
     return NOTHING if told == "none" or told.startswith(NOTHING) else told
+
+
+def epsilons_of(info: Mapping[str, Any]) -> Mapping[str, float]:
+    """Look up the epsilons of a trial or a training by unit: of the planned training, or of the one that ran."""
+    return info.get("epsilon") or (info.get("training") or {}).get("epsilon") or {}
 
 
 def status(summary: TrainingSummary | None) -> str:
@@ -181,23 +269,30 @@ def _is_comparable(one: TrainingSummary, other: TrainingSummary) -> bool:
 def no_progress(groups: Sequence[TrainingGroup]) -> str:
     """Name the trainings whose accuracy is not above chance, so that differences mean nothing; empty without any."""
     stuck = [g for g in groups if g.values("accuracy") and not g.diverged and not g.is_above_chance]
-    if not stuck:
-        return ""
-    sentence = (
-        f"{listing(group.name for group in stuck)} classified no more examples correctly than one class for all does "
-    )
-    sentence += f"({percent(stuck[0].mean('constant'))}): no training progress yet"
-    is_reference = any(group.name == "none" for group in stuck)
-    return f"{sentence}, so the cost of defences cannot be measured." if is_reference else f"{sentence}."
+    return not_above({group.name: group.chance for group in stuck if group.chance is not None})
 
 
-def proofs(groups: Sequence[TrainingGroup]) -> list[tuple[str, str, bool]]:
-    """List the guarantees, epsilons first: the defences, the guarantee, and whether it is too weak to rely on."""
-    names: dict[tuple[str, bool], list[str]] = {}
+def not_above(chances: Mapping[str, OneClassShare]) -> str:
+    """Say of these trainings that their accuracy is not above chance; empty without any."""
+    alike: dict[str, list[str]] = {}
+    for name, chance in chances.items():
+        alike.setdefault(chance.words(), []).append(name)
+    told = [
+        f"{listing(names)} classified no more examples correctly than one class for all does, within "
+        f"{_STANDARD_ERRORS} standard errors ({words})"
+        for words, names in alike.items()
+    ]
+    unknown = ", so the cost of defences cannot be measured" if "none" in chances else ""
+    return f"{'; '.join(told)}: no training progress yet{unknown}." if told else ""
+
+
+def proofs(groups: Sequence[TrainingGroup]) -> list[tuple[str, str, str]]:
+    """List the guarantees, epsilons first: the defences, the guarantee, and the reservation about it."""
+    names: dict[tuple[str, str], list[str]] = {}
     for group in sorted(groups, key=lambda group: not (group.worst and group.worst["epsilon"])):
         if group.worst is not None:
-            names.setdefault((str(group.worst["guarantee"]), group.is_meaningless), []).append(group.name)
-    return [(listing(each), text, is_meaningless) for (text, is_meaningless), each in names.items()]
+            names.setdefault((str(group.worst["guarantee"]), group.reservation), []).append(group.name)
+    return [(listing(each), text, doubt) for (text, doubt), each in names.items()]
 
 
 def setting_title(config: TrainConfig) -> str:

@@ -26,7 +26,7 @@ class Rate(NamedTuple):
     high: float
 
 
-def wilson(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+def wilson(successes: float, n: float, confidence: float = 0.95) -> tuple[float, float]:
     """Compute the Wilson score interval of a binomial share (E. B. Wilson, 1927), without continuity correction.
 
     Centre (p + z^2 / 2n) / (1 + z^2 / n), half-width z / (1 + z^2 / n) * sqrt(p (1 - p) / n + z^2 / 4n^2).

@@ -9,7 +9,7 @@ from gradveil.assurance.statement import assurance_of
 from gradveil.audit.attack_check import STATES, descent, examine
 from gradveil.audit.attack_selection import ATTACKERS
 from gradveil.audit.defence_costs import Costs, costs_of
-from gradveil.audit.findings import Findings, findings, headline, hits, undone
+from gradveil.audit.findings import Findings, accuracies, findings, headline, hits, undone
 from gradveil.audit.result_rows import BASELINES, Row
 from gradveil.audit.run_directory import Run
 from gradveil.audit.threat_model import scope, threat_model, untried
@@ -108,6 +108,7 @@ def context(run: Run, costs: Costs | None = None) -> dict[str, Any]:
         "thresholds": thresholds,
         "verdicts": result.verdicts,
         "tables": defence_tables(shown, result),
+        "table_notes": [*result.checks(), *accuracies(result, config)],
         "exhibits": shown,
         "halls": halls(shown),
         "row_tables": row_tables,

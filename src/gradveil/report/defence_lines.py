@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradveil.audit.defence_costs import DefenceCost
+from gradveil.audit.defence_costs import DefenceCost, largest_epsilon_of
 from gradveil.audit.findings import Findings, Gap
 from gradveil.audit.result_rows import Row, TrialSetting
 from gradveil.audit.verdict import Verdict
 from gradveil.core.formatting import DASH, percent, plural, size
 from gradveil.defences.guarantees import NOTHING
+from gradveil.defences.privacy_warnings import reservation
 from gradveil.federated.training_groups import proven
 from gradveil.report.exhibits import Exhibit
 
@@ -83,7 +84,7 @@ def _line(exhibit: Exhibit, cost: DefenceCost | None, marks: dict[str, str]) -> 
         f"run-{verdict.best.number}",
         verdict,
         exhibit.attack,
-        cost.accuracy.words() if cost and verdict.setting.trained is None else percent(accuracy_of(verdict.best)),
+        cost.accuracy_words if cost and verdict.setting.trained is None else percent(accuracy_of(verdict.best)),
         size(verdict.price.sent),
         "" if share is None or verdict.undefended else times(share),
         DASH if verdict.undefended else guarantee_of(verdict.best.info, cost),
@@ -101,14 +102,15 @@ def _footnotes(verdict: Verdict, cost: DefenceCost | None) -> list[str]:
     info = verdict.best.info
     if verdict.undefended or guarantee_of(info, cost) == "none":
         return []
+    weak = [f"{doubt.capitalize()}."] if (doubt := reservation(largest_epsilon_of(info, cost))) else []
     if cost is not None and cost.proof:
         whole = f"{cost.proof}, for the {plural(cost.rounds, 'round')} of training behind the accuracy."
-        return [whole[0].upper() + whole[1:]]
+        return [whole[0].upper() + whole[1:], *weak]
     training = info.get("training") or {}
     planned = bool(info.get("epsilon")) or not training.get("epsilon")
     text = str(info.get("guarantee") if planned else training.get("guarantee"))
     whole = [] if text == guarantee_of(info) else [text[0].upper() + text[1:] + "."]
-    return whole + [f"{warning[0].upper()}{warning[1:]}." for warning in info.get("suspicions", ())]
+    return whole + weak + [f"{warning[0].upper()}{warning[1:]}." for warning in info.get("suspicions", ())]
 
 
 def guarantee_of(info: Mapping[str, Any], cost: DefenceCost | None = None) -> str:

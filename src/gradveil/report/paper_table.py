@@ -246,7 +246,8 @@ class Matrix:
         sentences = [
             f"{self.title}: {shown}; {count}." if shown else f"{self.title}.",
             "Bold: the strongest attacker." if shown else "",
-            "Accuracy: of the model in training, with its standard error." if self.costed else "",
+            "Accuracy: of the model in training, with its 95% interval." if self.costed else "",
+            self.findings.no_progress if self.costed else "",
             *((self.findings.guess, self.findings.control) if {*self.metrics} & {*RATES} else ()),
         ]
         words = next((row.words for entry in self.entries.values() for row in entry.rows), ExampleWords())
@@ -298,7 +299,7 @@ class Matrix:
     def accuracy(self, defence: str) -> list[PlacedText]:
         """Return the accuracy in training with a defence; nothing where no training measured any."""
         cost = self.findings.cost(defence)
-        return [PlacedText(cost.accuracy.words() if cost else "")] if self.costed else []
+        return [PlacedText(cost.accuracy_words if cost else "")] if self.costed else []
 
     def line(self, defence: str) -> list[PlacedText]:
         """Return the entries of a defence, the strongest attack in bold."""

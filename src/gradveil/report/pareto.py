@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gradveil.audit.attack_selection import canonical
+from gradveil.audit.baselines import interval_of
 from gradveil.audit.defence_costs import Costs
 from gradveil.audit.findings import SCHEMA, Findings, sentence_of
 from gradveil.audit.result_rows import Row, TrialSetting
@@ -19,7 +20,6 @@ from gradveil.audit.run_directory import Trial
 from gradveil.audit.verdict import Verdict, verdicts
 from gradveil.core.formatting import DASH, listing, number, percent, plural, size
 from gradveil.federated.training_groups import proven
-from gradveil.metrics import wilson
 
 Point = Sequence[float]
 """Quantities to minimise, one per criterion."""
@@ -123,8 +123,8 @@ class Spot:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """From the lowest to the highest end of the seeds' Wilson intervals: seeds share targets and do not add up."""
-        ends = [wilson(row.identifiable, row.images) for _, row in self.verdict.seeds]
+        """From the lowest to the highest end of the seeds' intervals: seeds share targets and do not add up."""
+        ends = [interval_of(row, self.verdict.judged) for _, row in self.verdict.seeds]
         return min(low for low, _ in ends), max(high for _, high in ends)
 
     @property

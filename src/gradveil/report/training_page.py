@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.core.formatting import percent, plural, size
-from gradveil.defences.privacy_warnings import MEANINGLESS
 from gradveil.federated.training_groups import (
     SUCCESSFUL,
     TrainingGroup,
@@ -23,6 +22,7 @@ from gradveil.report.page import frame, render, section
 from gradveil.report.pictures import data_uri
 from gradveil.report.plots import training_curves
 from gradveil.report.table import as_csv, table_body
+from gradveil.report.training_paper_table import accuracy_text
 from gradveil.report.training_table import COLUMNS, ROUNDS, round_rows, training_rows
 
 
@@ -50,10 +50,10 @@ def context(training: StoredTraining) -> dict[str, Any]:
         "unfinished": sum(summary is None for _, summary in training.trials),
         "no_progress": no_progress(groups),
         "groups": groups,
+        "accuracy_text": accuracy_text,
         "seeds": config.seeds,
         "shares": _shares(groups),
         "proofs": proofs(groups),
-        "meaningless": MEANINGLESS,
         "validated": any(point["loss"] is not None for line in curves for point in line["points"]),
         **_table(training),
         "facts": facts(training.info, ()),
@@ -106,18 +106,13 @@ def headline(groups: Sequence[TrainingGroup]) -> str:
     if stuck := no_progress(groups):
         return stuck
     defended, undefended = _compared(groups)
-    bare = "" if undefended is None else f"{_accuracy(undefended)} without a defence"
+    bare = "" if undefended is None else f"{accuracy_text(undefended)} without a defence"
     if not defended:
         return f"Accuracy: {bare}." if bare else "No training has a result yet."
     best = max(defended, key=lambda group: group.mean("accuracy") or 0.0)
     several = f"Of {len(defended)} defences, {best.name} is the most accurate: "
     known = several if len(defended) > 1 else f"{best.name}: "
-    return f"{known}{_accuracy(best)}{', against ' + bare if bare else ''}."
-
-
-def _accuracy(group: TrainingGroup) -> str:
-    spread = "" if group.deviation is None else f" ± {100 * group.deviation:.1f}"
-    return f"{percent(group.mean('accuracy'))}{spread}"
+    return f"{known}{accuracy_text(best)}{', against ' + bare if bare else ''}."
 
 
 def _cheapest(defended: Sequence[TrainingGroup], undefended: TrainingGroup | None) -> str:

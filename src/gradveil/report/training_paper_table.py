@@ -69,7 +69,7 @@ class TrainingTable:
         """Describe the numbers of the table."""
         private = [each for group in self.groups for each in group.completed if each["epsilon"]]
         lowest = "the round with the lowest validation loss" if self.config.validation else "the last round"
-        several = "mean and standard deviation over " if self.seeds > 1 else ""
+        several = "mean and standard deviation over " if self.seeds > 1 else "95% interval of the test examples, "
         paired = " seed by seed" if self.seeds > 1 else ""
         meanings = {
             "accuracy": f"test accuracy after {lowest}; {several}{plural(self.seeds, 'seed')} unless noted",
@@ -119,9 +119,11 @@ class TrainingTable:
 
 
 def accuracy_text(group: TrainingGroup) -> str:
-    """Return the mean accuracy of a defence, with its standard deviation over the seeds."""
-    mean, deviation = group.mean("accuracy"), group.deviation
-    return DASH if mean is None else f"{100 * mean:.2f}%" + ("" if deviation is None else f" ± {100 * deviation:.2f}")
+    """Return the mean accuracy of a defence with its standard deviation over the seeds, or one seed's interval."""
+    mean, deviation = group.accuracy, group.deviation
+    if mean is None or deviation is None:
+        return DASH if mean is None else mean.words()
+    return f"{100 * mean.value:.{mean.decimals}f}% ± {100 * deviation:.{max(1, mean.decimals)}f}"
 
 
 def rounds_text(group: TrainingGroup) -> str:
@@ -132,9 +134,11 @@ def rounds_text(group: TrainingGroup) -> str:
 
 def difference_text(group: TrainingGroup) -> str:
     """Return the mean difference of accuracy to none in points, with its standard deviation over the seeds."""
-    points = [100 * difference for difference in group.differences]
-    deviation = f" ± {stdev(points):.2f}" if len(points) > 1 else ""
-    return f"{fmean(points):+.2f}{deviation}".replace("-", "−") if points else ""
+    points, mean = [100 * difference for difference in group.differences], group.accuracy
+    if mean is None or not points:
+        return ""
+    deviation = f" ± {stdev(points):.{max(1, mean.decimals)}f}" if len(points) > 1 else ""
+    return f"{fmean(points):+z.{mean.decimals}f}{deviation}".replace("-", "−")
 
 
 def compared_seeds_text(group: TrainingGroup) -> str:

@@ -97,8 +97,8 @@ class Inverted:
         ssim, psnr = self.metrics["ssim"], self.metrics["psnr"]
         if "recovered" in self.metrics:
             some = f"{round(self.metrics['recovered'] * len(self.images))} of {len(self.images)} recovered"
-            return f"{some}, mean SSIM {round(ssim, 2) + 0.0:.2f}, PSNR {psnr:.1f} dB"
-        return f"{'' if ssim > _RECOVERED else 'not '}recovered, SSIM {round(ssim, 2) + 0.0:.2f}, PSNR {psnr:.1f} dB"
+            return f"{some}, mean SSIM {ssim:z.2f}, PSNR {psnr:.1f} dB"
+        return f"{'' if ssim > _RECOVERED else 'not '}recovered, SSIM {ssim:z.2f}, PSNR {psnr:.1f} dB"
 
     def __str__(self) -> str:
         """Render the outcome in a few lines."""

@@ -37,7 +37,14 @@ from gradveil.report.figures.figure_style import (
     styled,
 )
 from gradveil.report.figures.layer_figure import draw_layers, layer_problems, layer_series
-from gradveil.report.figures.pareto_figure import bytes_tick, draw_pareto, pareto_points, pareto_problems, usual_cost
+from gradveil.report.figures.pareto_figure import (
+    MAY_LEAK_MORE,
+    bytes_tick,
+    draw_pareto,
+    pareto_points,
+    pareto_problems,
+    usual_cost,
+)
 from gradveil.report.figures.picture_grid import draw_grid, grid_blocks, grid_layout, grid_problems
 
 if TYPE_CHECKING:
@@ -282,7 +289,7 @@ def _pareto(runs: Runs, choices: FigureChoices, ax: Axes | None) -> Figure:
     points = [pareto_points(panel, trainings_of(panel, runs), metric, cost) for panel in panels]
     kept = [(panel, each) for panel, each in zip(panels, points, strict=True) if each]
     series = _series(panels, choices)
-    labels = [choices.label(name) for name in series] + ["hollow: may leak more"]
+    labels = [choices.label(name) for name in series] + [MAY_LEAK_MORE]
     figure, axes = _panels_of([panel.title for panel, _ in kept], choices, ax, labels)
     drawn = [
         draw_pareto(each, spots, series, choices, metric, cost) for each, (_, spots) in zip(axes, kept, strict=True)

@@ -21,6 +21,8 @@ from gradveil.runs.run_folder import noting
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+MAY_LEAK_MORE = "hollow: may leak more"
+"""The label of points that are only lower bounds."""
 _SHARES = ("accuracy", "utility")
 """Costs that are shown in percent."""
 
@@ -105,15 +107,16 @@ def draw_pareto(
         axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator(5))
     shown = [name for name in series if any(point.defence == name for point in points)]
-    handles: list[Any] = [
-        Line2D(
-            [], [], linestyle="", marker=marker(series.index(n)), color=colour(series.index(n)), label=_name(n, choices)
-        )
-        for n in shown
-    ]
+    hollow = {point.defence for point in points if point.may_leak_more or point.is_bound}
+    handles: list[Any] = []
+    for name in shown:
+        place = series.index(name)
+        fill = "white" if name in hollow else colour(place)
+        mark: dict[str, Any] = {"marker": marker(place), "color": colour(place), "markerfacecolor": fill}
+        handles.append(Line2D([], [], linestyle="", **mark, label=_name(name, choices)))
     style: dict[str, Any] = {"linestyle": "", "marker": "o", "color": QUIET, "markerfacecolor": "white"}
     if any(point.may_leak_more and not point.is_bound for point in points):
-        handles.append(Line2D([], [], **style, label="hollow: may leak more"))
+        handles.append(Line2D([], [], **style, label=MAY_LEAK_MORE))
     if any(point.is_bound for point in points):
         handles.append(Line2D([], [], **style, label="hollow: upper bound"))
     return handles
@@ -146,6 +149,8 @@ def _leak(spot: Spot, metric: str) -> Span:
     if metric == "ssim":
         values = [value for row in rows for value in row.headlines]
         return fmean(values), fmean(values) - pstdev(values), fmean(values) + pstdev(values)
+    if metric == "identifiable":
+        return 100 * spot.rate, 100 * spot.bounds[0], 100 * spot.bounds[1]
     counts = [(getattr(row, metric), row.images) for row in rows]
     ends = [wilson(count, images) for count, images in counts]
     mean = fmean(count / images for count, images in counts)

@@ -14,6 +14,7 @@ from gradveil.audit.result_rows import Row
 from gradveil.core.errors import Problem
 from gradveil.core.formatting import DASH
 from gradveil.report.figures.figure_data import AuditPanel, FigureChoices, target_numbers
+from gradveil.report.figures.figure_kinds import KINDS
 from gradveil.report.figures.figure_style import QUIET, SMALL, TEXT
 
 if TYPE_CHECKING:
@@ -30,7 +31,12 @@ _LARGEST = 1.0
 """Inches of the side of a picture at most."""
 _SHARPEST = 256
 """Pixels of a picture at least: viewers would blur smaller ones."""
+_SIGNS = ("outcome", "none")
+"""What is no number below a picture."""
 _OUTCOMES = {"identifiable": "recovered and identified", "partly": "recovered or identified", "neither": "neither"}
+
+_SCORES = {name: title for name, title in KINDS["grid"].metrics.items() if name not in _SIGNS}
+"""The scores below pictures, by metric, in words."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ def grid_problems(panels: Sequence[AuditPanel], choices: FigureChoices) -> Itera
         yield Problem("targets", f"{', '.join(map(str, unknown))} was not attacked in these runs", fix)
     metric = choices.metric or "ssim"
     scored = any(metric in scores for row in rows for _, _, scores in row.scores())
-    if metric not in ("none", "outcome") and not scored:
+    if metric not in _SIGNS and not scored:
         yield Problem("metric", f"'{metric}' was not computed in these runs", 'choose ssim, or audit with lpips="alex"')
 
 
@@ -146,7 +152,7 @@ def _caption(metric: str, scores: Mapping[str, Any]) -> str:
     if value is None:
         return DASH
     digits = {"psnr": 1, "mse": 3}.get(metric, 2)
-    return f"{value:.{digits}f}".replace("-", "−")
+    return f"{value:z.{digits}f}".replace("-", "−")
 
 
 @dataclass(frozen=True)
@@ -170,7 +176,8 @@ def grid_layout(blocks: Sequence[GridBlock], choices: FigureChoices, width: floa
     rows = [row for block in blocks for row in block.rows]
     count = max(len(row.pictures) for row in rows)
     _, high, wide = rows[0].pictures[0].shape
-    labels = max(measure(line) for row in rows for line in _lines(row, width)) + _MARGIN + 0.02
+    texts = [line for row in rows for line in _lines(row, width)] + [_SCORES.get(choices.metric or "ssim", "")]
+    labels = max(map(measure, texts)) + _MARGIN + 0.02
     caption = SMALL * 1.25 / 72 if (choices.metric or "ssim") != "none" else 0.0
     title = TEXT * 1.7 / 72
     legend = SMALL * 1.8 / 72 if choices.metric == "outcome" else 0.0
@@ -228,6 +235,10 @@ def _draw_row(axes: Axes, row: GridRow, layout: GridLayout, top: float, choices:
     for place, text in enumerate(lines):
         at, shade = start + place * step, "k" if place < black else QUIET
         axes.text(layout.labels - _MARGIN, at, text, ha="right", va="center", fontsize=SMALL, color=shade)
+    if row.captions and (score := _SCORES.get(choices.metric or "ssim")):
+        under = top + layout.tall + layout.caption / 2
+        named = {"ha": "right", "va": "center", "fontsize": SMALL - 0.5, "color": QUIET}
+        axes.text(layout.labels - _MARGIN, under, score, **named)
     for place, picture in enumerate(row.pictures):
         left = layout.labels + place * (layout.side + _GAP)
         _draw_picture(axes, picture, (left, left + layout.side, top + layout.tall, top))
