@@ -86,7 +86,7 @@ def audit(
     seed: int = 0,
     out: Path | str | None = None,
     prepare: bool = False,
-    progress: bool | None = None,
+    progress: bool = True,
     **settings: Any,
 ) -> Result:
     """Attack a model on private examples, once for each defence and attack, and return what came back.
@@ -111,8 +111,8 @@ def audit(
     the same settings resumes it. `prepare=True` attacks a copy in which what cannot be attacked is replaced: BatchNorm
     in training mode, hidden dropout, fused attention, in-place operations. Outputs and gradients are compared before
     and after on the batch, and a replacement that changes them is rejected by the module's name; every result and the
-    report list what was replaced. `progress` is printed on standard error: None does so on a terminal and in a
-    notebook, True also elsewhere, in plain lines, False never. Further settings are those of a run file: `iterations`,
+    report list what was replaced. Progress is printed on standard error, live on a terminal and in a notebook and as
+    plain lines elsewhere; `progress=False` is silent. Further settings are those of a run file: `iterations`,
     `restarts`, `budget`, `threshold`, `precision`, `device`, `images`, `control`; and `cost={"rounds": 20, "local":
     {"lr": 0.1, "epochs": 1, "batch": 8}}`, which trains on the public examples with every defence, for its cost in
     accuracy.
@@ -161,7 +161,7 @@ def train(
     test: Examples | None = None,
     *,
     rounds: int,
-    clients: int = 10,
+    clients: int | None = None,
     defences: Sequence[str | Defence] = ("none",),
     loss: Loss | None = None,
     local: Local | Mapping[str, Any] | None = None,
@@ -173,7 +173,7 @@ def train(
     seed: int = 0,
     out: Path | str | None = None,
     prepare: bool = False,
-    progress: bool | None = None,
+    progress: bool = True,
     **settings: Any,
 ) -> TrainResult:
     """Train a model among clients, once with each defence, and return what that costs in accuracy and bytes.
@@ -181,6 +181,7 @@ def train(
     `data` is what the clients share and `test` says how good the trained model is: data sets, loaders, or (inputs [N,
     C, H, W] or [N, D], targets [N] class numbers) as for `gradveil.audit`; both at once as `gradveil.data.load` returns
     them. Texts come with the `tokenizer` of a model of transformers, as for `audit`.
+    There are 10 `clients` if you do not say how many, or fewer if each would have less than a batch of `local`.
     Every training starts from the model's own weights; the model is left as it is. `local` is the clients' local
     training (`Local(batch=16, lr=0.1, epochs=1)`), without it each sends one gradient a round. `loss`, `defences`,
     `mean`, `std`, `bounds`, `prepare`, `out` and `progress` are as for `gradveil.audit`: with `out`, the same call goes

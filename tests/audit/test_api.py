@@ -78,7 +78,7 @@ def test_results_as_text_leave_no_empty_output_in_a_notebook(monkeypatch: pytest
     shown: list[object] = []
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     monkeypatch.setattr("rich.jupyter.display", lambda *output: shown.append(output))
-    assert "Verdict: " in str(audited())
+    assert "Verdict: " in str(audited(progress=False))
     assert "accuracy" in str(gradveil.train(network(), examples(8), examples(8), rounds=1, clients=2, progress=False))
     assert shown == []
 
@@ -118,7 +118,12 @@ def test_the_cost_in_accuracy_is_measured_from_python() -> None:
     result = audited(public=examples(8, seed=2), defences=("prune(0.9)",), cost=cost, control=False)
     assert set(result.costs) == {"none", "prune(ratio=0.9)"}
     assert result.costs["prune(ratio=0.9)"].rounds == 1
-    for wrong, where in (({**cost, "round": 1}, "cost.round"), ({**cost, "clients": 20}, "cost.clients")):
+    many = {**cost, "clients": 8}
+    for wrong, where in (
+        ({**cost, "round": 1}, "cost.round"),
+        ({**cost, "clients": 20}, "cost.clients"),
+        (many, "cost.local.batch"),
+    ):
         with pytest.raises(GradveilError) as caught:
             audited(public=examples(8, seed=2), cost=wrong)
         assert [problem.where for problem in caught.value.problems] == [where]
@@ -150,6 +155,7 @@ def test_closed_forms_come_first_and_no_search_is_made_of_what_they_break(capsys
     assert [row["attack"].partition("(")[0] for row in broken.summary() if row["failed"] is None] == ["analytic"]
     assert "[1/2] analytic" in capsys.readouterr().err
     assert "Left out: portfolio" in str(broken)
+    assert "attacks=['portfolio']" in str(broken)
     kept = audited(**given, attacks=None, defences=("none", "gaussian(10)"))
     assert {(row["defence"], row["attack"].partition("(")[0]) for row in kept.summary() if row["failed"] is None} == {
         (defence, attack) for defence in ("none", "gaussian(10)") for attack in ("analytic", "portfolio")
@@ -276,7 +282,7 @@ def test_all_problems_are_raised_at_once() -> None:
         ({"std": [float("nan")]}, "std: is \\[nan\\]"),
         ({"out": 3}, "out: is 3 -> give the path of a folder"),
         ({"prepare": "yes"}, "prepare: is 'yes' -> give True or False"),
-        ({"progress": 1}, "progress: is 1 -> give True, False, or None"),
+        ({"progress": 1}, "progress: is 1 -> give True or False"),
         ({"client_batch": True}, "client_batch: is True"),
         ({"model": lambda x: x}, "model: is function -> give a torch.nn.Module"),
         ({"model": nn.Linear}, "model: is the class Linear -> give"),
@@ -468,14 +474,29 @@ def test_a_class_of_any_name_can_be_audited() -> None:
     assert audited(model=_Net(lambda outputs: outputs)).summary()[0]["model"] == "_Net"
 
 
-@pytest.mark.parametrize(("progress", "said"), [(None, False), (True, True), (False, False)])
+@pytest.mark.parametrize(("progress", "said"), [({}, True), ({"progress": True}, True), ({"progress": False}, False)])
 def test_progress_is_told_where_it_is_wanted(
-    progress: bool | None, said: bool, capsys: pytest.CaptureFixture[str]
+    progress: dict[str, bool], said: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    audited(progress=progress)
+    audited(**progress)
     out, err = capsys.readouterr()
     assert out == ""
     assert ("1 trial of 2 target clients" in err, "[1/1]" in err) == (said, said)
+    gradveil.train(network(), examples(8), examples(8), rounds=1, clients=2, **progress)
+    assert ("round 1 of 1" in capsys.readouterr().err) == said
+
+
+def test_too_few_examples_for_the_best_verdict_are_told_before_the_first_trial(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for defences, told in ((["none"], False), (["prune(0.5)"], True)):
+        audited(defences=defences, control=False)
+        lines = capsys.readouterr().err.splitlines()
+        assert [number for number, line in enumerate(lines) if "at least 8 are needed" in line] == [1] * told
+
+
+def test_a_result_is_as_wide_in_a_pipe_as_on_the_command_line() -> None:
+    assert max(map(len, str(audited(defences=["dp(clip=1, sigma=1)"])).splitlines())) <= 120
 
 
 def test_damaged_trials_are_made_anew_with_a_warning(tmp_path: Path) -> None:
@@ -483,7 +504,7 @@ def test_damaged_trials_are_made_anew_with_a_warning(tmp_path: Path) -> None:
     (file,) = (tmp_path / "run").glob("trials/*/records.json")
     file.write_text("[3]")
     with pytest.warns(UserWarning, match=r"Damaged, its trial is done again: .*records\.json: \[0\] is 3"):
-        again = audited(out=tmp_path / "run")
+        again = audited(out=tmp_path / "run", progress=False)
     assert again.summary()[0]["ssim_mean"] == first.summary()[0]["ssim_mean"]
 
 

@@ -158,6 +158,14 @@ def test_data_or_a_model_in_place_of_a_run_file_is_told_where_it_belongs(name: s
         read(str(tmp_path / name))
 
 
+@pytest.mark.parametrize(("first", "model"), [("age,ill", "tabular-mlp"), ("text,label", "small-encoder")])
+def test_a_table_in_place_of_a_run_file_is_told_a_model_that_fits(first: str, model: str, tmp_path: Path) -> None:
+    (tmp_path / "notes.csv").write_text(f"{first}\n1,0\n2,1\n")
+    for reads, command in ((read, "audit"), (read_training, "train")):
+        with pytest.raises(GradveilError, match=f"gradveil {command} .*notes.csv --model {model}"):
+            reads(str(tmp_path / "notes.csv"))
+
+
 def test_columns_of_any_name_are_read_and_runs_without_them_stay_the_same_runs(tmp_path: Path) -> None:
     drawn = torch.randint(256, (8, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     encoded = [_png(image.numpy()) for image in drawn]

@@ -183,6 +183,26 @@ def test_wrong_use_exits_with_2(words: list[str], expected: str, capsys: pytest.
     assert "Traceback" not in out + err
 
 
+def test_defences_that_cannot_be_read_hide_no_problem_of_the_others(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "defences_to_check.py").write_text(
+        "import torch\nfrom gradveil.core import Stage, Transform\n\n"
+        "class Drawing(Transform):\n    stage = Stage.NOISE\n"
+        "    def apply(self, update, state, noise, context):\n"
+        "        return {name: value + torch.randn_like(value) for name, value in update.items()}, state\n\n"
+        "class Bare(Transform):\n    def apply(self, update, state, noise, context):\n        return update, state\n"
+    )
+    names = ("nowhere:x", "prune(0.9)", "defences_to_check:Drawing", "defences_to_check:Bare")
+    assert run([*ALONE, *(word for name in names for word in ("--defence", name))]) == 2
+    told = capsys.readouterr().err
+    assert "3 problems" in told
+    assert "defences[0]: " in told
+    assert "defences[2] 'defences_to_check:Drawing', client: send.Drawing: apply returns different" in told
+    assert "defences_to_check:Bare: has no stage" in told
+    assert "own" not in told.replace("unknown", "")
+
+
 def test_a_received_model_is_looked_at_for_traces_of_manipulation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 from gradveil.audit.run_file import read_training
 from gradveil.cli.app import run
 from gradveil.federated.training_config import LocalConfig
+from gradveil.federated.training_run import load_training
 from gradveil.federated.update_records import read_recorded
 
 RUN = """
@@ -236,8 +237,27 @@ def test_a_file_of_texts_and_a_model_are_a_run(
     assert "32 sentences, 'texts:mydata.csv' has 2 for" in (told := capsys.readouterr().err)
     assert "--target-clients 2" in told
     assert run(["audit", "mydata.csv"]) == 2
-    assert "add --model NAME" in capsys.readouterr().err
+    assert "gradveil audit mydata.csv --model small-encoder" in capsys.readouterr().err
     assert run(["check", "--data", "mydata.csv", "--model", "ownwords:Mean", "--set", "client.batch=1"]) == 0
+
+
+def test_a_table_and_a_model_are_a_training(little: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"{20 + number},{number % 3},{number % 2}" for number in range(40)]
+    (little / "people.csv").write_text("\n".join(["age,ward,ill", *rows]))
+    words = ["train", "people.csv", "--model", "tabular-mlp", "--set", "data.label_column=ill", "--rounds", "1"]
+    assert run([*words, "--workers", "1"]) == 0
+    assert "3 clients instead of 10: 'people.csv' has 30 rows" in capsys.readouterr().err
+    trained = load_training(Path("runs/train-tabular-mlp-people")).config
+    assert (trained.clients, trained.local and trained.local.batch) == (3, 8)
+    assert run([*words[:1], *words[2:], "--data", "people.csv", "--workers", "1"]) == 0
+    assert "Resuming the run in runs/train-tabular-mlp-people" in capsys.readouterr().err
+    assert run([*words, "--set", "clients=10"]) == 2
+    assert "local.batch: is 8, and the smallest of 10 clients has 3 examples" in capsys.readouterr().err
+    for given, place in ((["people.csv"], "people.csv: "), ([], "RUN: "), (["--data", "people.csv"], "--model: ")):
+        assert run(["train", *given]) == 2
+        told = capsys.readouterr().err
+        assert place in told
+        assert "gradveil train" in told
 
 
 def test_options_of_the_command_line_are_kept_whatever_their_order() -> None:

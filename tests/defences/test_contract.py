@@ -90,9 +90,9 @@ STAGES = {
 @pytest.mark.parametrize("problem", STAGES)
 def test_check_reports_a_stage_that_breaks_the_contract(problem):
     stage = STAGES[problem]
-    result = problems_of(Defence("own", step=chain(own=stage)))
+    result = problems_of(Defence("own", step=chain(mine=stage)))
     assert problem in result
-    assert ("step.own: " if stage.per_example else "step.own") in result
+    assert ("step.mine: " if stage.per_example else "step.mine") in result
     if not stage.per_example and not stage.declared():
         assert problem in problems_of(Defence("own", send=chain(back=Feedback(stage)))) or "state" in problem
 

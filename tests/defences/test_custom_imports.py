@@ -170,10 +170,10 @@ def output_of(*arguments: str) -> str:
 
 def test_check_reports_problems_of_a_custom_stage(mine):
     shared = output_of("check", "digits", "--defence", "mine:Shift")
-    assert "send.own: adds the same noise to every client" in shared
+    assert "send.Shift: adds the same noise to every client" in shared
     assert "No errors" in shared
     drawn = output_of("check", "digits", "--defence", "mine:Shift(drawn=true)")
-    assert "send.own: apply returns different results" in drawn
+    assert "send.Shift: apply returns different results" in drawn
     assert "draw nothing in apply" in drawn
 
 

@@ -33,6 +33,27 @@ def trained(**changes: Any) -> TrainResult:
     return gv.train(given.pop("model", None) or network(), examples(120, 1), examples(60, 2), **given)
 
 
+def test_fewer_clients_train_where_nobody_says_how_many(capsys: pytest.CaptureFixture[str]) -> None:
+    given: dict[str, Any] = {"rounds": 1, "local": {"lr": 0.1, "epochs": 1, "batch": 16}, "validation": 0.0}
+    result = gv.train(network(), examples(60, 1), examples(9, 2), **given)
+    assert result.curve["none"][0]["clients"] == [0, 1, 2]
+    assert "3 clients instead of 10" in capsys.readouterr().err
+    with pytest.raises(gv.GradveilError) as caught:
+        gv.train(network(), examples(60, 1), examples(9, 2), clients=6, defences=["none", "topk(0.2)"], **given)
+    (problem,) = caught.value.problems
+    assert (problem.where, "fewer than 6 clients" in problem.remedy) == ("local.batch", True)
+
+
+def test_equal_problems_of_modules_are_one() -> None:
+    layers = [nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.BatchNorm2d(1)) for _ in range(5)]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(16, 3))
+    with pytest.raises(gv.GradveilError) as caught:
+        trained(model=model)
+    assert len(caught.value.problems) == 5
+    assert str(caught.value).count("\n") == 0
+    assert str(caught.value).startswith("model: module '0.1' (BatchNorm2d), module '1.1' (BatchNorm2d)")
+
+
 def test_training_returns_accuracy_bytes_and_a_curve_for_each_defence() -> None:
     result = trained(defences=["none", gv.Defence("mine", send=gv.parse("topk(0.2)").send)])
     assert list(result.accuracy) == ["none", "mine"]

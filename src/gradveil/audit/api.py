@@ -41,7 +41,7 @@ from gradveil.audit.attack_selection import (
 )
 from gradveil.audit.attackers.run_attackers import Decision, choice_of_texts, closed_forms, decide, untried, widened
 from gradveil.audit.audit_config import FIRST_SEARCH, RunConfig
-from gradveil.audit.audit_run import describe, run, title
+from gradveil.audit.audit_run import describe, run, title, too_few
 from gradveil.audit.defence_costs import Costs, DefenceCost, costs_of
 from gradveil.audit.display import Screen
 from gradveil.audit.experiment import Experiment
@@ -141,8 +141,8 @@ class Result:
         return self.draw_figure([self.path], kind, **choices)
 
     def __str__(self) -> str:
-        """Render the verdict, its table and what limits it, as wide as the terminal."""
-        width = min(120, get_terminal_size((100, 24)).columns)
+        """Render the verdict, its table and what limits it, as wide as the terminal, or 120 columns without one."""
+        width = min(120, get_terminal_size().columns) if sys.stdout.isatty() else 120
         # In a notebook, a captured console would still show an empty output.
         console = Console(width=width, force_terminal=True, force_jupyter=False, color_system=None)
         with console.capture() as capture:
@@ -198,7 +198,7 @@ def audit_model(
     seed: int = 0,
     out: Path | str | None = None,
     prepare: bool = False,
-    progress: bool | None = None,
+    progress: bool = True,
     **settings: Any,
 ) -> Result:
     """Attack a model of the caller on a batch of the caller's. `gradveil.audit` says what the arguments mean."""
@@ -308,6 +308,7 @@ def _trainings(
         )
     assert public is not None
     setting = TrainingSetting(training_config(config), Splits(public, data), model=model, defences=defences, loss=loss)
+    setting = setting.within_data()
     refuse([replace(problem, where=f"cost.{problem.where}") for problem in setting_problems(setting)])
     return setting
 
@@ -392,7 +393,7 @@ def _run(
     decisions: Sequence[Decision],
     out: Path | str | None,
     make: Callable[[Path], Result],
-    progress: bool | None,
+    progress: bool,
 ) -> Result:
     folder = Path(tempfile.mkdtemp(prefix="gradveil-") if out is None else out)
     warnings = tuple(str(problem) for problem in closed_forms(experiment, decisions, called=True))
@@ -405,18 +406,19 @@ def _run(
         warnings=warnings,
         untried=untried(decisions),
     )
-    shown = sys.stderr.isatty() or "ipykernel" in sys.modules if progress is None else progress
     # A quiet console would still leave an empty output in a notebook.
-    console = Console(stderr=True, quiet=not shown, markup=False, force_jupyter=None if shown else False)
+    console = Console(stderr=True, quiet=not progress, markup=False, force_jupyter=None if progress else False)
     with ExitStack() as undo:
         if out is None:  # whatever stops the run, an interrupt too: the temporary folder holds private images
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
         with _one_thread(experiment.config.device), Store(folder).open(info) as store:
             if (setting := experiment.cost) is not None:
                 trained = describe_training(setting.config, _CALL, images=setting.data.identities())
+                if setting.note:
+                    console.print(setting.note, highlight=False, soft_wrap=True)
                 with TRAINING_RUN.opened(folder / TRAINING, trained):
                     train(setting, folder / TRAINING, partial(_show_training, console, setting.config.rounds))
-            with Screen(console, title(experiment)) as screen:
+            with Screen(console, title(experiment), too_few(experiment)) as screen:
                 run(experiment, store, screen, experiment.config.target_clients)
         result = make(folder)
         undo.pop_all()

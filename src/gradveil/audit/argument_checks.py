@@ -187,8 +187,8 @@ def wrong_arguments(given: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("out", f"is {out!r}", "give the path of a folder")
     if not isinstance(given["prepare"], bool):
         yield Problem("prepare", f"is {given['prepare']!r}", "give True or False")
-    if not (progress is None or isinstance(progress, bool)):
-        yield Problem("progress", f"is {progress!r}", "give True, False, or None")
+    if not isinstance(progress, bool):
+        yield Problem("progress", f"is {progress!r}", "give True or False")
     if "train" in given["settings"]:
         yield Problem("train", "needs data to deal to clients", "leave it out, or use gradveil audit --train")
     for name in {"data", "model"} & set(given["settings"]):

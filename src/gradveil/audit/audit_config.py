@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from gradveil.core.formatting import plural
 from gradveil.data.registry import kind_of
 from gradveil.federated.training_config import (
+    UNNAMED,
     Count,
     DataConfig,
     LocalConfig,
@@ -122,7 +123,7 @@ class CostPlan(Rounds):
     their initial weights.
     """
 
-    rounds: Count = 20
+    rounds: Count = UNNAMED["rounds"]
     """Number of rounds."""
     images: Count | None = None
     """How many training images are read and dealt to the clients; None for all."""

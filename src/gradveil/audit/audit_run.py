@@ -26,7 +26,7 @@ from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.malicious.hidden_units import HiddenUnits
 from gradveil.attacks.malicious.planted_block import Planting
 from gradveil.attacks.protocol import Attack, Progress
-from gradveil.audit.attack_selection import TrialAddress, open_ended, target_clients, trials
+from gradveil.audit.attack_selection import TrialAddress, open_ended, target_clients, trials, undefended
 from gradveil.audit.attackers.needless_searches import needless
 from gradveil.audit.audit_config import AUTO, ClientConfig, RunConfig
 from gradveil.audit.budgets import (
@@ -47,8 +47,9 @@ from gradveil.audit.run_directory import Store, Trial
 from gradveil.audit.score import TrialNames, failure, score
 from gradveil.audit.sources import Source
 from gradveil.audit.trial import Recovered, merge, recover, sharers_of
+from gradveil.audit.verdict import ENOUGH
 from gradveil.core.errors import GradveilError, Problem
-from gradveil.core.formatting import duration, listing
+from gradveil.core.formatting import duration, listing, plural
 from gradveil.core.freed_memory import keep_freed_memory
 from gradveil.core.user_code import code_of
 from gradveil.defences import entries
@@ -192,6 +193,15 @@ def title(experiment: Experiment) -> str:
     budget = "" if config.budget is None else f", budget {config.budget} per defence"
     budget = f", about {duration(AUTO_SECONDS)} of computing" if config.budget == AUTO else budget
     return f"{config.model.name} on {config.data.name}, {clients}{labels}{budget}"
+
+
+def too_few(experiment: Experiment) -> str:
+    """Say before the first trial that a run has too few examples to show that a defence is not broken, or nothing."""
+    config, words = experiment.config, experiment.space.words
+    most = config.target_clients * max(client.examples for client in config.client)
+    if most >= ENOUGH or all(map(undefended, config.defences)) or not experiment.source.scored:
+        return ""
+    return f"No defence can be shown to be not broken with {plural(most, words.noun)}: at least {ENOUGH} are needed."
 
 
 class Display(Protocol):

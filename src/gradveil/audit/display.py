@@ -42,9 +42,9 @@ class Screen:
     least.
     """
 
-    def __init__(self, console: Console, title: str = "") -> None:
-        """Show progress on this console; `title` says what is attacked."""
-        self.console, self.title = console, title
+    def __init__(self, console: Console, title: str = "", doubt: str = "") -> None:
+        """Show progress on this console; `title` says what is attacked, `doubt` what the run cannot show."""
+        self.console, self.title, self.doubt = console, title, doubt
         self.live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self.began = time.monotonic()
         self.planned: Sequence[TrialAddress] = ()
@@ -107,6 +107,8 @@ class Screen:
         count = f"{plural(len(planned), 'trial')} of {plural(target_clients, 'target client')}"
         what = f"{self.title}: " if self.title else ""
         self.console.print(f"{what}{count}{control}{done}", style="bold", soft_wrap=True)
+        if self.doubt:
+            self.console.print(Text(self.doubt, style="yellow"), soft_wrap=True)
 
     def progress(self, trial: TrialAddress, share: int, step: Progress) -> None:
         """Take a report of an attack."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from shlex import quote
 from types import MappingProxyType
 from typing import Any
 
@@ -561,7 +562,10 @@ def _left_out(found: Findings) -> Iterator[str]:
     needless = [row for row in found.rows if (row.trial.failed or "").startswith(NEEDLESS)]
     if needless:
         which = listing(dict.fromkeys(f"{row.attack} on {row.defence}: {row.trial.failed}" for row in needless))
-        yield f"Left out: {which}. Name the attack to have it."
+        names = dict.fromkeys(row.attack for row in needless)
+        how = " ".join(f"--attack {quote(name)}" for name in names)
+        how = f"attacks={[*names]}" if found.command.startswith("gradveil.audit(") else how
+        yield f"Left out: {which}. Name the attack to have it: {how}."
 
 
 _NAMED = 3

@@ -16,8 +16,11 @@ from gradveil.audit.verdict import ENOUGH, LEVELS, Level, Verdict
 from gradveil.core.formatting import DASH, interval, listing, number, plural
 from gradveil.data import DATASETS
 from gradveil.defences.privacy_warnings import reservation
+from gradveil.federated.training_config import UNNAMED
 
-_COST = "--set cost.rounds=20 --set cost.local.lr=0.1 --set cost.local.epochs=1 --set cost.local.batch=8"
+_COST = " ".join(
+    [f"--set cost.rounds={UNNAMED['rounds']}", *(f"--set cost.local.{key}={n}" for key, n in UNNAMED["local"].items())]
+)
 """Options of `gradveil audit` that measure accuracy next to the attacks."""
 _OPTIONS = {
     "adaptive": ("--attack adaptive", 'attacks=["adaptive"]'),

@@ -21,7 +21,7 @@ from gradveil.audit.audit_config import ClientConfig, CostPlan, RunConfig, Train
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
 from gradveil.core.formatting import listing, suggestion
 from gradveil.data import DATASETS
-from gradveil.data.registry import FORMS, is_known
+from gradveil.data.registry import FORMS, is_known, kind_of, told_by_columns
 from gradveil.defences import parse
 from gradveil.defences.paper_presets import spelled_out
 from gradveil.federated.training_config import UNSEEN, TrainConfig
@@ -324,9 +324,12 @@ def _takes(attack: str, key: str) -> bool:
 
 
 _TABLE = (
-    "add --model NAME to gradveil audit; or name it in a run file (TOML): "
+    "name a model for it: gradveil {command} {name} --model {model}; or in a run file (TOML): "
     '[data] name = "{name}"; texts with labels: name = "texts:{name}"'
 )
+"""What to do with a table."""
+_TABLE_MODELS = {"rows": "tabular-mlp --set data.label_column=COLUMN", "texts": "small-encoder"}
+"""A model that fits a table, by the kind of its examples."""
 _NOT_RUNS = {
     ".csv": _TABLE,
     ".parquet": _TABLE,
@@ -340,7 +343,13 @@ def _find(run: str, kind: type[RunConfig] | type[TrainConfig]) -> tuple[str, str
     path = Path(run)
     if path.is_file():
         if path.suffix in _NOT_RUNS:
-            raise fail(run, "is no run file", _NOT_RUNS[path.suffix].format(name=run, module=path.stem))
+            facts = {"name": run, "module": path.stem, "command": "audit" if kind is RunConfig else "train"}
+            try:
+                kind_of_table = kind_of(told_by_columns(run))
+            except GradveilError:  # told where the table is read as data
+                kind_of_table = "rows"
+            facts["model"] = _TABLE_MODELS.get(kind_of_table, "")
+            raise fail(run, "is no run file", _NOT_RUNS[path.suffix].format(**facts))
         try:
             return run, path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -198,7 +198,7 @@ def training_config(config: RunConfig) -> TrainConfig:
     """
     plan = config.trainings
     assert plan is not None
-    shared = {name: getattr(plan, name) for name in Rounds.model_fields}
+    shared = {name: getattr(plan, name) for name in Rounds.model_fields if name in {*plan.model_fields_set, "rounds"}}
     shared |= {name: getattr(plan, name) or getattr(config.client[0], name) for name in ("local", "trainable")}
     data = config.data.model_dump() | {"public": plan.images, "gallery": None}
     same = {name: getattr(config, name) for name in ("name", "model", "seeds", "precision", "device")}

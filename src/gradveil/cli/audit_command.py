@@ -30,6 +30,7 @@ from gradveil.cli.shared_options import (
     SarifOption,
     SeedOption,
     completed,
+    described,
     named_settings,
     own_code,
 )
@@ -103,13 +104,9 @@ def audit(
     from gradveil.audit.run_directory import TRAINING
     from gradveil.cli import audit_steps
     from gradveil.cli.exports import Exports
-    from gradveil.data.registry import told_by_columns
-    from gradveil.data.tables import is_table
 
     own_code()
-    if name is not None and model is not None and data is None and is_table(name):
-        name, data = None, name
-    data = None if data is None else told_by_columns(data)
+    name, data = described(name, model, data)
     accepted = [Accepted(each) for each in accept or ()]
     lists = {"attacks": attack or None, "defences": defence or None, "seeds": seed or None}
     overrides: dict[str, Any] = {"target_clients": target_clients, "device": device, **lists}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from rich.text import Text
 from gradveil.audit.attack_selection import ADAPTIVE, auto_budget, trials, without_aim
 from gradveil.audit.attackers.run_attackers import Decision, choice_of, closed_forms, decide, untried, widened
 from gradveil.audit.audit_config import RunConfig
-from gradveil.audit.audit_run import describe, run, site, title
+from gradveil.audit.audit_run import describe, run, site, title, too_few
 from gradveil.audit.display import Screen
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.findings import findings_of
@@ -33,9 +32,9 @@ from gradveil.audit.sources import TrainingSource
 from gradveil.audit.trial import sharing
 from gradveil.cli.audit_output import show_gate, show_outcome
 from gradveil.cli.exports import Exports, check_accepted
-from gradveil.cli.shared_options import Detail, Place, again, run_directory
+from gradveil.cli.shared_options import Detail, Place, again, run_directory, unnamed
 from gradveil.cli.training_output import show_end, show_round, warn
-from gradveil.core.errors import Problem, fail, refuse
+from gradveil.core.errors import Problem, fail
 from gradveil.core.formatting import plural
 from gradveil.core.user_code import outdated
 from gradveil.data.registry import kind_of
@@ -98,23 +97,12 @@ def read_config(
     if observed is not None:
         raw["attacks"] = ["ig(labels=restore)"]
     else:
-        raw = _unnamed(settings)
+        raw = unnamed("audit", settings, "; or add --observed DIR")
+        # Nothing says where a text model of the user has the attention that the usual search solves for.
+        if ":" in raw["model"]["name"] and kind_of(raw["data"]["name"]) == "texts":
+            raw["attacks"] = [ADAPTIVE]
     config = assemble(raw | {key: value for key, value in overrides.items() if value is not None}, settings)
     return config if observed is not None else _within_minutes(config)
-
-
-def _unnamed(settings: Sequence[str]) -> dict[str, Any]:
-    """Begin a run without a file, which `--model` and `--data` describe; it is named after them."""
-    texts = {key: text.strip('"') for key, _, text in (setting.partition("=") for setting in settings)}
-    if missing := [key for key in ("model", "data") if f"{key}.name" not in texts]:
-        remedy = "name a run file or a bundled run: gradveil audit faces; or both: --model NAME --data NAME; "
-        remedy += "or add --observed DIR"
-        refuse([Problem("RUN" if len(missing) == 2 else f"--{missing[0]}", "is missing", remedy)])
-    last = (re.split(r"[:/\\]", texts[f"{key}.name"])[-1] for key in ("model", "data"))
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(last)).strip("-._").lower()
-    # Nothing says where a text model of the user has the attention that the usual search solves for.
-    own = ":" in texts["model.name"] and kind_of(texts["data.name"]) == "texts"
-    return {"name": name or "audit", "data": {}, "model": {}, **({"attacks": [ADAPTIVE]} if own else {})}
 
 
 def _within_minutes(config: RunConfig) -> RunConfig:
@@ -199,7 +187,7 @@ def run_trials(opened: OpenedRun, folder: Path, fresh: bool, data_dir: Path | No
             share = store.info()["share"]
             at = place.schedule(opened.workers)
             _train(opened, folder / TRAINING, data_dir, at)
-            with Screen(Console(stderr=True, markup=False), title(experiment)) as screen:
+            with Screen(Console(stderr=True, markup=False), title(experiment), too_few(experiment)) as screen:
                 run(experiment, store, screen, share, at(site(experiment, data_dir)))
     except KeyboardInterrupt:
         finished = f"Finished trials are kept in {folder}." if (folder / "run.json").is_file() else "Nothing was lost."
@@ -222,6 +210,7 @@ def _train(opened: OpenedRun, folder: Path, data_dir: Path | None, at: Callable[
         if config.train is None:
             planned, finished = load_training(folder).trials, load_summaries(folder)
             done = f", {len(finished)} of them already done" if finished else ""
+            done += f" ({setting.note})" * bool(setting.note)
             count = f"{plural(len(planned), 'training')} of {plural(rounds, 'round')}"
             console.print(f"{count} for the accuracy of each defence{done}", style="bold", highlight=False)
         stages = config.train.stages if config.train else ()

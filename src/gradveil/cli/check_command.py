@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradveil.cli.shared_options import DataDirOption, completed, named_settings, own_code
-from gradveil.core.errors import Problem, refuse
+from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.formatting import listing, plural
 
 if TYPE_CHECKING:
@@ -94,9 +95,15 @@ def check(
         "data.channels": channels,
         "client.batch": batch,
     }
-    flags |= {"defences": defence or None}
-    settings = [*named_settings(flags, prepare), *(setting or [])]
-    config = _alone(flags, settings) if run is None else read(run, {}, settings)
+
+    def configured(defences: Sequence[str]) -> RunConfig:
+        settings = [*named_settings(flags | {"defences": [*defences] or None}, prepare), *(setting or [])]
+        return _alone(flags, settings) if run is None else read(run, {}, settings)
+
+    try:
+        config = configured(defence or ())
+    except GradveilError as error:
+        raise _with_those_read(error, defence or (), configured, data_dir) from None
     with redirect_stdout(sys.stderr):  # Output of a user's model must not mix with the result.
         experiment = open_experiment(config, data_dir, checked=False)
         net = experiment.model(config.seeds[0])  # Raises for a model that cannot be built, which is wrong use.
@@ -124,6 +131,33 @@ def check(
         if received is not None and not traces:
             typer.echo(f"No trace of manipulation in {received}: that is no proof of an honest server.")
     return FOUND if _stopped(problems) else 0
+
+
+def _with_those_read(
+    error: GradveilError,
+    defences: Sequence[str],
+    configured: Callable[[Sequence[str]], RunConfig],
+    data_dir: Path | None,
+) -> GradveilError:
+    """Add to defences that cannot be read what is wrong with the others, which are tried without them."""
+    from gradveil.audit.preflight import obstacles, open_experiment
+    from gradveil.defences.paper_presets import spelled_out
+
+    unread = {problem.where for problem in error.problems}
+    try:
+        places = {f"defences[{i}]": text for i, text in enumerate(spelled_out(defences))}
+        left = {place: text for place, text in places.items() if place not in unread}
+        if not left or not unread <= places.keys():
+            return error
+        found = obstacles(open_experiment(configured([*left.values()]), data_dir, checked=False)).problems
+    except GradveilError:
+        return error
+    kept = [*left]
+    told = (replace(p, where=_DEFENCE_PLACE.sub(lambda place: kept[int(place[1])], p.where)) for p in found)
+    return GradveilError([*error.problems, *(problem for problem in told if problem.severity == "error")])
+
+
+_DEFENCE_PLACE = re.compile(r"^defences\[(\d+)\]")
 
 
 def _check_filters(path: Path, parameters: int | None, rounds: int, as_json: bool) -> int:

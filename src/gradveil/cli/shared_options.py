@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import click
 import typer
@@ -81,6 +82,30 @@ def named_settings(given: Mapping[str, object], prepare: bool) -> list[str]:
     """
     settings = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items() if value is not None]
     return [*settings, *(["model.prepare=true"] if prepare else [])]
+
+
+def described(name: str | None, model: str | None, data: str | None) -> tuple[str | None, str | None]:
+    """Return the run and the data that a command names: beside a model, a table in the place of a run is the data."""
+    from gradveil.data.registry import told_by_columns
+    from gradveil.data.tables import is_table
+
+    if name is not None and model is not None and data is None and is_table(name):
+        name, data = None, name
+    return name, None if data is None else told_by_columns(data)
+
+
+def unnamed(command: str, settings: Sequence[str], aside: str = "") -> dict[str, Any]:
+    """Begin a run without a file, which `--model` and `--data` describe; it is named after them."""
+    from gradveil.data.tables import without_suffix
+
+    texts = {key: text.strip("\"' ") for key, _, text in (setting.partition("=") for setting in settings)}
+    if missing := [key for key in ("model", "data") if f"{key}.name" not in texts]:
+        remedy = f"name a run file or a bundled run: gradveil {command} digits; or both: --model NAME --data NAME"
+        refuse([Problem("RUN" if len(missing) == 2 else f"--{missing[0]}", "is missing", remedy + aside)])
+    last = (re.split(r"[:/\\]", without_suffix(texts[f"{key}.name"]))[-1] for key in ("model", "data"))
+    words = [*(["train"] if command == "train" else []), *last]
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(words)).strip("-._").lower()
+    return {"name": name or command, "data": {"name": texts["data.name"]}, "model": {"name": texts["model.name"]}}
 
 
 def own_code() -> None:

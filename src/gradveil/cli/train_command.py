@@ -24,9 +24,11 @@ from gradveil.cli.shared_options import (
     SeedOption,
     again,
     completed,
+    described,
     named_settings,
     own_code,
     run_directory,
+    unnamed,
 )
 from gradveil.core.errors import Problem, refuse
 
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
     from gradveil.federated.update_records import UpdateRecorder
 
 _HELP = {
-    "run": "A run file (TOML), or the name of a bundled training: digits.",
+    "run": "A run file (TOML), or the name of a bundled training: digits. Not needed with --model and --data; with "
+    "--model a CSV or Parquet file will do.",
     "prepare": "Replace in a copy what per-client gradients do not know: BatchNorm, hidden dropout, in-place changes.",
     "rounds": "Number of rounds. A higher number continues a finished training.",
     "out": "The run directory. Default: runs/NAME, or runs/NAME-2 and so on for other settings.",
@@ -51,8 +54,11 @@ _HELP = {
 }
 
 
+_RUN = typer.Argument(metavar="[RUN]", help=_HELP["run"], show_default=False, autocompletion=completed("runs"))
+
+
 def train(
-    name: Annotated[str, typer.Argument(metavar="RUN", help=_HELP["run"], autocompletion=completed("runs"))],
+    name: Annotated[str | None, _RUN] = None,
     model: ModelOption = None,
     data: DataOption = None,
     prepare: Annotated[bool, typer.Option("--prepare", help=_HELP["prepare"])] = False,
@@ -78,27 +84,33 @@ def train(
 ) -> int:
     """Train a model among many clients with every defence, and report its cost in accuracy, bytes and time.
 
+    Without a run file, clients train for 20 rounds of one epoch with batches of 8 and the step size 0.1.
     Every round is stored. The same command continues where it stopped, with bit-identical results. Other settings get a
     run directory of their own.
     """
     import torch
     from rich.console import Console
 
-    from gradveil.audit.run_file import read_training
+    from gradveil.audit.run_file import assemble_training, read_training
     from gradveil.cli import training_output
     from gradveil.core.user_code import outdated
-    from gradveil.data.registry import told_by_columns
+    from gradveil.federated.training_config import UNNAMED
     from gradveil.federated.training_run import TRAINING_RUN, describe, load_training, run, site
     from gradveil.federated.training_setup import open_setting, trials
     from gradveil.runs.pool import cores
 
     own_code()
+    name, data = described(name, model, data)
     overrides: dict[str, Any] = {"rounds": rounds, "device": device, "defences": defence or None, "seeds": seed or None}
     settings = [
-        *named_settings({"model.name": model, "data.name": data and told_by_columns(data)}, prepare),
+        *named_settings({"model.name": model, "data.name": data}, prepare),
         *(setting or ()),
     ]
-    config = read_training(name, overrides, settings)
+    if name is not None:
+        config = read_training(name, overrides, settings)
+    else:
+        given = {key: value for key, value in overrides.items() if value is not None}
+        config = assemble_training(unnamed("train", settings) | UNNAMED | given, settings)
     place = Place(engine, address, config.device)
     place.check(workers, record is not None)
     count = workers or (min(cores(), len(trials(config))) if config.device == "cpu" and threads is None else 1)
@@ -108,6 +120,9 @@ def train(
     console = Console(stderr=True, soft_wrap=True, markup=False)
     recorder = _recorder(config, record, record_round, record_client, record_truth)
     opened_setting = open_setting(config, data_dir)
+    config = opened_setting.config
+    if opened_setting.note:
+        console.print(opened_setting.note, highlight=False)
     info = describe(config, again(), opened_setting.weights, opened_setting.data.identities())
     problems = partial(TRAINING_RUN.problems, info=info)
     folder = run_directory(out, config.name, problems, TRAINING_RUN.exists, fresh)

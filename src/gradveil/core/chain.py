@@ -22,6 +22,9 @@ from gradveil.core.types import (
     Transform,
 )
 
+NAMELESS = "own"
+"""Name of the only stage of a chain that is made for a custom transform."""
+
 
 def no_stage(name: str, transform: object) -> Iterator[Problem]:
     """Yield the reason why an object cannot be a stage of a chain."""

@@ -60,11 +60,17 @@ def grouped(problems: Iterable[Problem]) -> list[Problem]:
 
 
 def _is_long(group: Sequence[Problem]) -> bool:
-    return len(group) > _NAMED and all(problem.where.startswith("module ") for problem in group)
+    return len(group) > _NAMED and all(map(_module, group))
+
+
+def _module(problem: Problem) -> str:
+    """Return the module in the place of a problem, which may stand behind `model: `; empty if it is none."""
+    place = problem.where.removeprefix("model: ")
+    return place if place.startswith("module ") else ""
 
 
 def _as_one(group: Sequence[Problem]) -> Problem:
-    places = [problem.where for problem in group]
+    places = [group[0].where, *map(_module, group[1:])]
     return replace(group[0], where=f"{', '.join(places[:_NAMED])} and {len(places) - _NAMED} more")
 
 

@@ -60,6 +60,15 @@ def is_table(name: str) -> bool:
     return name.lower().endswith(SUFFIXES) and ":" not in name
 
 
+def without_suffix(name: str) -> str:
+    """Return the name of data without the suffix of a table's file.
+
+    >>> without_suffix("texts:notes.csv"), without_suffix("v1.5")
+    ('texts:notes', 'v1.5')
+    """
+    return next((name[: -len(suffix)] for suffix in SUFFIXES if name.lower().endswith(suffix)), name)
+
+
 def read_values(path: Path) -> Values:
     """Read a CSV or Parquet file; empty cells of a CSV file are missing."""
     where = str(path)

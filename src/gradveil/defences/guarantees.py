@@ -14,7 +14,7 @@ from inspect import getattr_static
 from typing import Literal
 
 from gradveil.client import Client
-from gradveil.core.chain import Chain
+from gradveil.core.chain import NAMELESS, Chain
 from gradveil.core.types import Batch, Transform
 from gradveil.defences.additive_noise import Gaussian, Laplacian
 from gradveil.defences.dp import Clip, FadingClip, FadingNoise
@@ -161,11 +161,14 @@ def _parts(client: Client, batch: Batch) -> list[_Part]:
 
 
 def stages(transform: Transform | None) -> tuple[tuple[str, Transform], ...]:
-    """List a transform's stages by name. A user's subclass of a chain counts as one unknown stage."""
+    """List a transform's stages by name; one that nobody named is called as its class.
+
+    A user's subclass of a chain counts as one unknown stage.
+    """
     if transform is None:
         return ()
     if isinstance(transform, Chain) and type(transform).apply is Chain.apply:
-        return tuple(transform)
+        return tuple((type(stage).__name__ if name == NAMELESS else name, stage) for name, stage in transform)
     return (("transform", transform),)
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.func import vmap
 
 from gradveil.client import Client
-from gradveil.core.chain import Chain, split
-from gradveil.core.errors import FOREIGN, GradveilError, Problem, fail
+from gradveil.core.chain import NAMELESS, Chain, no_stage, split
+from gradveil.core.errors import FOREIGN, GradveilError, Problem, fail, refuse
 from gradveil.core.noise import Key, NoiseSpec
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, tmap
@@ -368,7 +368,9 @@ def _defence(made: Any, name: str) -> Defence:
     if isinstance(made, BatchTransform):
         return Defence(name, batch=(made,))
     if isinstance(made, Transform):
-        stages = made if isinstance(made, Chain) else Chain((("own", made),))
+        if not isinstance(made, Chain):
+            refuse([replace(problem, where=name) for problem in no_stage(name, made)])
+        stages = made if isinstance(made, Chain) else Chain(((NAMELESS, made),))
         return Defence(name, send=stages) if split(stages)[0] is None else Defence(name, step=stages)
     problem = f"returned {type(made).__name__}, not a defence"
     raise fail(name, problem, "return a Defence, Transform or BatchTransform")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
-import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -134,7 +133,7 @@ def train_model(
     data: Any,
     test: Any,
     rounds: int,
-    clients: int,
+    clients: int | None,
     defences: Sequence[str | Defence],
     loss: Loss | None,
     local: Local | Mapping[str, Any] | None,
@@ -149,7 +148,7 @@ def train_model(
     seed: int = 0,
     out: Path | str | None = None,
     prepare: bool = False,
-    progress: bool | None = None,
+    progress: bool = True,
     **settings: Any,
 ) -> TrainResult:
     """Train a custom model on custom data. `gradveil.train` documents the arguments."""
@@ -179,14 +178,14 @@ def train_model(
             "data": {"name": splits.public.name, "size": None},
             "model": {"name": kind, "options": {"weights_and_data": _fingerprint(model, splits)}},
             "rounds": rounds,
-            "clients": clients,
+            **({} if clients is None else {"clients": clients}),
             "local": local_settings(local),
             "defences": list(against),
             "seeds": [seed],
             **settings,
         }
     )
-    setting = TrainingSetting(config, splits, model=model, defences=against, loss=loss)
+    setting = TrainingSetting(config, splits, model=model, defences=against, loss=loss).within_data()
     refuse(list(device_problems(config.device, config.precision)))
     refuse([_as_argument(problem, prepare) for problem in setting_problems(setting)])
     return _run(setting, out, partial(opened_training, write_report=write_report, draw_figure=draw_figure), progress)
@@ -300,16 +299,17 @@ def _run(
     setting: TrainingSetting,
     out: Path | str | None,
     make: Callable[[Path], TrainResult],
-    progress: bool | None,
+    progress: bool,
 ) -> TrainResult:
     folder = Path(tempfile.mkdtemp(prefix="gradveil-") if out is None else out)
-    visible = sys.stderr.isatty() if progress is None else progress
-    console = Console(stderr=True, quiet=not visible, markup=False, force_jupyter=None if visible else False)
+    console = Console(stderr=True, quiet=not progress, markup=False, force_jupyter=None if progress else False)
 
     def report(trial: TrainingTrial, record: RoundResult, _: Status) -> None:
         after = f"{trial.title}: round {record.number} of {setting.config.rounds}"
         console.print(f"{after}, accuracy {percent(record.accuracy)}", highlight=False)
 
+    if setting.note:
+        console.print(setting.note, highlight=False, soft_wrap=True)
     with ExitStack() as undo:
         if out is None:
             undo.callback(shutil.rmtree, folder, ignore_errors=True)

@@ -170,6 +170,10 @@ class LocalConfig(Section):
         return Local(**{**settings, "batch": self.batch or examples})
 
 
+UNNAMED: dict[str, Any] = {"rounds": 20, "local": {"lr": 0.1, "epochs": 1, "batch": 8}}
+"""How clients train where nobody says it."""
+
+
 class TrainDataConfig(DataConfig):
     """The training and test images: all of them, unless a number is set."""
 

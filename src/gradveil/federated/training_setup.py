@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradveil.client import Client, usual_loss
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
-from gradveil.core.formatting import listing
+from gradveil.core.formatting import listing, plural
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
@@ -177,6 +177,8 @@ class TrainingSetting:
     """Defences that the caller passes as objects, by name; all others are parsed."""
     loss: Loss | None = None
     """The caller's loss; None for the usual one of the model."""
+    note: str = ""
+    """What was chosen where the run does not say it, in a sentence."""
 
     def __post_init__(self) -> None:
         """Set the process to the run's precision: a worker has a setting of its own."""
@@ -271,6 +273,25 @@ class TrainingSetting:
             self._batch(images.subset(train_on)), self._batch(images.subset(keep)) if len(keep) else None
         )
 
+    def within_data(self) -> TrainingSetting:
+        """Train among fewer clients where the run does not say how many, and a step would take more than each has."""
+        config, there, local = self.config, len(self.data.public), self.config.local
+        if "clients" in config.model_fields_set or config.partition.kind != "iid":
+            return self
+        step = (local.batch if local else config.batch) or 1
+        for count in range(config.clients, 0, -1):
+            held = there // count
+            if held - round(config.validation * held) < step:
+                continue
+            words = self.data.public.space.words
+            told = (
+                f"'{config.data.name}' has {plural(there, words.noun)} to train on, and a step of a client takes {step}"
+            )
+            note = f"{plural(count, 'client')} instead of {config.clients}: {told}"
+            fewer = replace(self, config=config.model_copy(update={"clients": count}), note=note)
+            return fewer if count < config.clients else self
+        return self
+
     def _at_least(self) -> int:
         local = self.config.local
         wanted = (local.batch or 1) if local else 1
@@ -289,7 +310,7 @@ def open_setting(config: TrainConfig, data_dir: Path | None = None, checked: boo
     data = open_images(config.data, data_dir, config.data.gallery, config.partition.column)
     data = data._replace(public=data.private) if config.data.train_on == "private" else data
     weights = read_weights(located(config.model.weights, data_dir)) if config.model.weights else {}
-    setting = TrainingSetting(config, data, weights)
+    setting = TrainingSetting(config, data, weights).within_data()
     refuse(list(setting_problems(setting)) if checked else [])
     return setting
 
@@ -337,6 +358,12 @@ def setting_problems(setting: TrainingSetting) -> Iterator[Problem]:
         return
     try:
         most = max(len(train) for train, _ in setting.hands(config.seeds[0]))
+        least = min(len(train) for train, _ in setting.hands(config.seeds[0]))
+        if config.local is not None and (config.local.batch or 1) > least:
+            who = f"the smallest of {plural(config.clients, 'client')} has {plural(least, 'example')}"
+            remedy = f"make it at most {least}, or give each more: fewer than {config.clients} clients"
+            yield Problem("local.batch", f"is {config.local.batch}, and {who}", remedy)
+            return
         if config.batch is not None and config.batch > most:
             problem = f"is {config.batch}, and the client with the most has {most} examples to train on"
             yield Problem("batch", problem, "lower it, or remove it: a gradient then uses all examples of a client")

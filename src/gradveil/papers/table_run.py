@@ -230,7 +230,7 @@ def _train(
 ) -> None:
     count = min(workers or cores(), len(config.seeds))
     setting = open_setting(config, data_dir)
-    info = describe_training(config, command, setting.weights, setting.data.identities())
+    info = describe_training(setting.config, command, setting.weights, setting.data.identities())
     info |= {"code": running_code(), "machine": describe_machine(config.device)}
     with TRAINING_RUN.opened(folder, info, fresh):
         schedule = _schedule(count)(training_site(setting, data_dir))

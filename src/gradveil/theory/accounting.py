@@ -159,7 +159,8 @@ def assumptions(training: Participation, unit: Unit = "example") -> str:
     """Describe the assumptions of an epsilon of this training."""
     if training.sampling == "shuffled":
         times = f"at most {training.epochs} of {training.steps:,} sums" if training.steps > 1 else "the one sum"
-        return f"each {unit} is in {times}, no amplification by sampling; neighbours differ by one {unit} replaced"
+        neighbours = f"neighbours differ by one {unit} replaced, as sums of a fixed size hold another one"
+        return f"each {unit} is in {times}, no amplification by sampling; {neighbours}"
     share = "certainly" if training.rate == 1 else f"with probability {training.rate:g}, independently (Poisson)"
     sums = f"each of {training.steps:,} sums" if training.steps > 1 else "the one sum"
     return f"each {unit} is in {sums} {share}; neighbours differ by one {unit} added or removed"
