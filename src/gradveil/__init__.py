@@ -261,7 +261,8 @@ def invert(
     """Attack one update of a model, and return what it shows of the examples that it was made from.
 
     `update` holds a tensor for each trained parameter by name: the mean gradient, or with `local` the parameters before
-    local training minus those after it. Parameters that the loss does not depend on may be None or missing. Without
+    local training minus those after it: an update with its sign turned is refused where the last layer's bias shows it,
+    and so are labels that it contradicts. Parameters that the loss does not depend on may be None or missing. Without
     `labels` the attack restores them from the update, where it can, and the result says so. The update is of one
     example unless `labels`, `truth` or `examples` say of how many; an input has the `shape` (channels, height, width),
     that of the truth or of `model.input_shape`. Inputs are (pixel - mean) / std with pixels in [0, 1], or lie in

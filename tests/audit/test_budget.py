@@ -21,6 +21,7 @@ from gradveil.audit.budgets import (
     read_budget,
     read_plans,
     restarts_worth,
+    share_left,
     within,
     write_plan,
 )
@@ -79,12 +80,12 @@ def test_halving_pays_for_few_restarts():
 
 
 def timed(seconds, beginning=0.0):
-    """Return a clock by which an iteration (of a learner, the whole) takes so long, and the list of what it timed."""
+    """Return a clock by which an iteration (of a learner, an update) takes so long, and the list of what it timed."""
     tried = []
 
     def time_of(attack):
         tried.append(attack)
-        return beginning + seconds * (1 if isinstance(attack, Learned) else attack.descent.iterations)
+        return beginning + seconds * (attack.updates if isinstance(attack, Learned) else attack.descent.iterations)
 
     return tried, time_of
 
@@ -140,17 +141,17 @@ SMALL = "learned(epochs=9, width=8, features=16)"
 
 
 def test_a_learner_shares_the_budget_too():
-    """An update that it simulates is worth an iteration on a target client; one pass goes ahead of the first epoch."""
+    """An update that it simulates is worth an iteration on a target client."""
     images, few = 20, {"data": {"name": "faces", "size": 16, "public": 20}, "attacks": [SMALL]}
-    assert ran(budget=str(4 * images), **few) == {SMALL: [3, 3]}
+    assert ran(budget=str(4 * images), **few) == {SMALL: [4, 4]}
     both = ran(budget=str(8 * images), **few | {"attacks": [SMALL, "ig(report=1, iterations=5)"]})
-    assert both == {SMALL: [3, 3], "ig(report=1, iterations=5)": [5, 5]}
-    assert ran(budget=str(4 * images), client={"batch": 2}, **few) == {SMALL: [7, 7]}
+    assert both == {SMALL: [4, 4], "ig(report=1, iterations=5)": [5, 5]}
+    assert ran(budget=str(4 * images), client={"batch": 2}, **few) == {SMALL: [8, 8]}
     assert ran(budget="1", **few) == {SMALL: [1, 1]}
     assert ran(budget=str(99 * images), **few) == {SMALL: [9, 9]}
     experiment = open_experiment(config(defences=["none"], **few))
     found = recover(experiment, trials(experiment.config)[0], range(2), lambda _: None)
-    assert found.facts["simulated"] == 10 * images
+    assert found.facts["simulated"] == 9 * images
 
 
 def test_a_halved_search_records_the_iterations_that_its_budget_counts():
@@ -161,14 +162,24 @@ def test_a_halved_search_records_the_iterations_that_its_budget_counts():
     assert found.facts["target_iterations"] == found.facts["row_iterations"] * worth / 8
 
 
-def test_the_seconds_of_a_learner_are_measured_once():
-    (tried, time_of), kept = timed(4.0), {}
+def test_the_seconds_of_a_learner_are_measured_once_and_before_its_first_update_not_counted():
+    (tried, time_of), kept = timed(0.01, beginning=1.5), {}
     attack = Learned(epochs=30)
     first = within(Budget(40, "seconds"), attack, BudgetShare(2, 1, 1, 100), time_of, Plans({}, kept.__setitem__))
-    assert [run.epochs for run in tried] == [1]
-    assert first.epochs == 9  # ten passes of two seconds, one of them ahead of the first epoch
+    assert [(run.epochs, run.updates) for run in tried] == [(1, 3), (1, 67), (1, 3)]
+    assert (first.epochs, first.updates) == (20, None)
     again = within(Budget(40, "seconds"), attack, BudgetShare(2, 1, 1, 100), time_of, Plans(kept))
-    assert (again, len(tried)) == (first, 1)
+    assert (again, len(tried)) == (first, 3)
+
+
+def test_a_learner_that_cannot_pay_for_a_pass_learns_from_fewer_updates():
+    tried, time_of = timed(1.0)
+    first = within(Budget(40, "seconds"), Learned(epochs=30), BudgetShare(1, 1, 1, 100), time_of, Plans())
+    assert [run.updates for run in tried] == [3, 6, 3]
+    assert (first.epochs, first.updates) == (1, 40)
+    assert share_left(Learned(epochs=30), first, 100) == pytest.approx(40 / 3000)
+    least = within(Budget(1, "target-iterations"), Learned(), BudgetShare(1, 1, 1, 100), time_of, Plans())
+    assert (least.epochs, least.updates) == (1, 2)
 
 
 def test_auto_is_shared_by_the_defended_settings_and_the_control():

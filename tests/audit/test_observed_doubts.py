@@ -48,6 +48,14 @@ def test_a_grid_and_a_scale_that_do_not_fit_are_noted(tmp_path: Path) -> None:
     assert "nothing quantised it" in notes(record_plain(tmp_path / "plain"), tmp_path / "b", defences=["sign"])
 
 
+def test_new_minus_old_parameters_are_noted(tmp_path: Path) -> None:
+    digits = {"data": {"name": "digits", "size": 16}}
+    record(simulated(**digits), tmp_path / "turned", lambda update: {name: -value for name, value in update.items()})
+    assert "has the sign of new minus old parameters" in notes(tmp_path / "turned", tmp_path / "a", **digits)
+    record(simulated(**digits), tmp_path / "plain")
+    assert "sign" not in notes(tmp_path / "plain", tmp_path / "b", **digits)
+
+
 def record_plain(folder: Path) -> Path:
     record(simulated(), folder, defence=None)
     return folder

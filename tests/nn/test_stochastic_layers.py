@@ -1,5 +1,7 @@
 """Dropout and the bottlenecks: their sums against naive references, their noise, and where the surgeries put them."""
 
+from collections.abc import Callable
+from copy import deepcopy
 from math import log
 
 import pytest
@@ -200,6 +202,29 @@ def users_model() -> nn.Module:
             return self.fc(self.bn(self.conv(x)).relu().flatten(1))
 
     return initialise(Users(), torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("defended", [with_dropout, with_precode])
+def test_code_of_a_model_reads_its_layers_beside_those_of_a_defence(
+    generator: torch.Generator, defended: Callable[..., nn.Module]
+) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.act, self.head = nn.Linear(6, 8), nn.Sigmoid(), nn.Linear(8, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.head.in_features == self.up.out_features
+            return self.head(self.act(self.up(x))) + self.head.weight.sum() * 0
+
+    model = initialise(Tied(), torch.Generator().manual_seed(0))
+    changed = defended(model, 0.5, where=["head"]) if defended is with_dropout else defended(model, generator, k=2)
+    assert set(noise_names(changed)) & {"head.dropout.mask", "head.precode.eps"}
+    assert changed.head.in_features == 8
+    assert changed.head.weight is changed.head.inner.weight
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = changed.head.nothing
+    assert deepcopy(changed).head.out_features == 6
 
 
 def test_surgery_on_a_users_model(generator: torch.Generator) -> None:

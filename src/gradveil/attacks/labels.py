@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.protocol import Observation, Prospect
-from gradveil.client import Client
+from gradveil.client import Client, cross_entropy
 from gradveil.core.errors import Problem, fail
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
@@ -28,6 +28,8 @@ _ROUNDS, _TWINS = 4, 4
 """Corrections of the counts of a client that trained locally, and the sets of images for each simulation."""
 _SPREAD = 0.1
 """Error of the rank-one completion of a pruned layer, as a share of its largest sum."""
+_UNBALANCED = 0.01
+"""Largest sum of a bias gradient over the classes, as a share of its absolute values, that counts as zero."""
 _CLIPPED = 10.0
 """An update counts as clipped if scaling lowers the misfit by this factor and by this amount."""
 
@@ -42,6 +44,31 @@ def row_sums(update: Mapping[str, Tensor], last: str) -> Tensor:
         remedy = "grant the labels, or optimise them jointly (labels=joint)"
         raise fail("attack.labels", f"the last layer '{last}' was not sent", remedy)
     return weight.flatten(2).sum(-1)
+
+
+def class_signs(client: Client, update: Mapping[str, Tensor], example: Tensor) -> tuple[str, Tensor] | None:
+    """Return the last layer's path, and the signs [V, K] of its bias gradient, zero up to three deviations of noise.
+
+    Of cross-entropy a class that no example has is above zero, and the classes add up to zero. Where they don't, as
+    with other losses and behind pruning, or where there is no bias, the signs say nothing: None.
+    """
+    layers = [module for module in client.model.modules() if isinstance(module, nn.Linear)]
+    last = last_layer(client.model, example) if layers and client.loss is cross_entropy else ""
+    if f"{last}.bias" not in update:
+        return None
+    layer = _layer(update, last)
+    sums = layer[..., -1]
+    if bool((sums.sum(1).abs() > _UNBALANCED * sums.abs().sum(1)).any()):
+        return None
+    return last, torch.where(sums.abs() > 3 * _noise(layer).unsqueeze(1), sums.sign(), 0.0)
+
+
+def sign_is_turned(signs: Tensor, examples: int) -> bool:
+    """Say if `class_signs` of one client [K] can only be those of new minus old parameters, or of a negative gradient.
+
+    More classes are below zero than the client has examples, and no more are above.
+    """
+    return int((signs > 0).sum()) <= examples < int((signs < 0).sum())
 
 
 def restore_labels(
@@ -128,9 +155,7 @@ def _of_gradient(
     biased = f"{last}.bias" in update
     layer = _layer(update, last)
     sums, known, pruned = _complete(layer, biased)
-    # The errors p - y of an example add up to 0 over the classes: column sums are the sum of K entries' noise. Pruning
-    # breaks this.
-    noise = torch.where(pruned, 0.0, (layer.sum(1).square().mean(1) / layer.shape[1]).sqrt())
+    noise = torch.where(pruned, 0.0, _noise(layer))  # pruning breaks the sums
     # Without a bias, a sum is over the D entries of a row.
     error = noise * (1 if biased else layer.shape[2] ** 0.5) + pruned * _SPREAD * sums.abs().amax(1)
     baseline = variance.clamp_min(1e-3 * float(variance.mean())) / examples + 1e-10
@@ -148,6 +173,14 @@ def _layer(update: Mapping[str, Tensor], last: str) -> Tensor:
     parts = (update.get(f"{last}.weight"), update.get(f"{last}.bias"))
     wide = [part.flatten(2) if part.ndim > 2 else part.unsqueeze(2) for part in parts if part is not None]
     return torch.cat(wide, 2).double()
+
+
+def _noise(layer: Tensor) -> Tensor:
+    """Return the deviation [V] of an entry's noise.
+
+    The errors p - y of an example add up to 0 over the classes: column sums are the sum of K entries' noise.
+    """
+    return (layer.sum(1).square().mean(1) / layer.shape[1]).sqrt()
 
 
 def _complete(layer: Tensor, biased: bool, steps: int = 10) -> tuple[Tensor, Tensor, Tensor]:

@@ -42,6 +42,7 @@ class Learned(Checked):
     name: str = "learned"
     needs: ClassVar[str] = "pictures"
     epochs: Annotated[Count, "Passes over the public images."] = 30
+    updates: Annotated[Count | None, "Updates simulated in a pass; all that the public images make if left out."] = None
     width: Annotated[Count, "Units of the network's hidden layers."] = 1000
     features: Annotated[Count, "Random sums of entries that stand for a larger update."] = 4096
     lr: Annotated[Positive, "Step size of the training."] = 1e-3
@@ -156,8 +157,9 @@ class _Student:
             nn.Sigmoid(),
         )
         self.network = initialise(network, key.child(Stream.NETWORK).generator()).to(example)
-        # Normalise features by the first public examples.
-        values = torch.cat([features for _, features in self._lessons(0)])
+        # Normalise features by the lessons of the first epoch, which are kept for it: simulated updates cost most.
+        self.first = list(self._lessons(0))
+        values = torch.cat([features for _, features in self.first])
         spread = values.std(0)
         self.centre = values.mean(0)
         # Features that hardly vary on public examples must not be blown up.
@@ -179,10 +181,11 @@ class _Student:
         return torch.cat([(features - self.centre) / self.scale, labels], 1)
 
     def _lessons(self, epoch: int) -> Iterator[tuple[Batch, Tensor]]:
-        """Yield the public examples once, in random order: batches and the features of their updates."""
+        """Yield the public examples of an epoch, in random order: batches and the features of their updates."""
         key = self.key.child(Stream.EPOCH, epoch)
         order = torch.randperm(len(self.public.inputs), generator=key.child(Stream.ORDER).generator())
         count = len(order) // self.examples
+        count = count if self.attack.updates is None else min(count, max(2, self.attack.updates))
         groups = order[: count * self.examples].view(count, self.examples)
         for start in range(0, count, _AT_ONCE):
             places = groups[start : start + _AT_ONCE]
@@ -200,7 +203,7 @@ class _Student:
             for group in optimiser.param_groups:
                 group["lr"] = self.attack.lr * (0.1 if epoch >= 0.8 * self.attack.epochs else 1.0)
             total, count = 0.0, 0
-            for batch, features in self._lessons(epoch):
+            for batch, features in self._lessons(epoch) if epoch else self.first:
                 images = functional_call(self.network, weights, (self.network_input(features, batch.targets),))
                 truth = ((batch.inputs - self.lower) / (self.upper - self.lower)).flatten(1)
                 loss = (images - truth).square().mean()
@@ -208,6 +211,7 @@ class _Student:
                 loss.backward()
                 optimiser.step()
                 total, count = total + float(loss.detach()) * len(truth), count + len(truth)
+            self.first = []
             if progress:
                 done, budget = (epoch + 1) * target_clients, self.attack.epochs * target_clients
                 progress(Progress(0, target_clients, done, budget, total / count))

@@ -6,7 +6,7 @@ part of it.
 A target-iteration is one iteration on one target client's restart, or one update that a learner simulates to learn
 from. Seconds are processor time of one process, because a verdict must not depend on what else a machine does: the same
 search on a busy one takes longer, and goes as far. (On a GPU they are seconds of the clock.) They are turned into
-iterations (epochs of a learner) by a short measurement before the attack, which is written down, so that a resumed run
+iterations (updates of a learner) by a short measurement before the attack, which is written down, so that a resumed run
 spends the same. A search with few of them lowers its step size until its end, since it would never see a plateau.
 
 How many rows are worked on at once is chosen for the machine as it is, and decides the last bits of the results. So it
@@ -35,7 +35,8 @@ AUTO_SECONDS = 180.0
 """Processor time of all attacks that share the budget `auto`, whatever the number of defences."""
 _MEASURED, _SLOW = 10, 2.0
 """Iterations of the measurement; where one takes longer than so many seconds, it has few."""
-_FEW = 3
+_FEW, _TAUGHT = 3, 64
+"""Few iterations, or updates of a learner; and those of a fast learner, which learns from 64 at once."""
 _LEAST = 0.1
 """Share of a measurement that its iterations take at least, since clocks are coarse."""
 _PLATEAUS = 4
@@ -86,7 +87,7 @@ def restarts_worth(attack: Inversion) -> float:
 
 
 def spends(attack: Attack) -> bool:
-    """Say whether there is something to cut: iterations of a search, or epochs of a learner."""
+    """Say whether there is something to cut: iterations of a search, or updates of a learner."""
     return isinstance(attack, Inversion | Learned)
 
 
@@ -109,10 +110,10 @@ class BudgetShare:
 def within(
     budget: Budget, attack: Attack, share: BudgetShare, time_of: Callable[[Attack], float], plans: Plans
 ) -> Attack:
-    """Return the attack with as many iterations (epochs) as its share of the budget allows, at most its own.
+    """Return the attack with as many iterations (updates of a learner) as its share of the budget allows.
 
-    `time_of` attacks once and returns the seconds of it, of a search those of its descent; `plans` keeps the result. An
-    attack with neither stays as it is.
+    It has at most its own. `time_of` attacks once and returns the seconds of it, of a search those of its descent;
+    `plans` keeps the result. An attack with neither stays as it is.
     """
     if not spends(attack):
         return attack
@@ -133,9 +134,12 @@ def within(
         descent = replace(attack.descent, iterations=limit)
         return replace(attack, descent=_hurried(attack.descent, limit) if timed else descent)
     if isinstance(attack, Learned):
-        # Before the first epoch the public examples are gone through once, to know the scale of what is sent.
-        passes = _settled(plans, 2 * seconds, _one_epoch(attack, time_of)) if timed else amount / share.lessons
-        return replace(attack, epochs=max(1, min(int(passes) - 1, attack.epochs)))
+        a_pass, updates = min(share.lessons, attack.updates or share.lessons), int(amount)
+        if timed:
+            (updates,) = plans.settled("updates", lambda: (int(seconds / _update_seconds(attack, a_pass, time_of)),))
+        if updates < a_pass:
+            return replace(attack, epochs=1, updates=max(2, updates))
+        return replace(attack, epochs=min(updates // a_pass, attack.epochs))
     return attack
 
 
@@ -152,12 +156,15 @@ def _hurried(descent: Descent, iterations: int) -> Descent:
     return replace(descent, iterations=iterations, schedule=schedule)
 
 
-def share_left(whole: Attack, afforded: Attack) -> float | None:
-    """Compute what share of its own iterations (epochs) a budget leaves an attack; None where it leaves all."""
+def share_left(whole: Attack, afforded: Attack, lessons: int = 0) -> float | None:
+    """Compute what share of its iterations, or of a learner's updates, a budget leaves an attack; None if all.
+
+    A pass of a learner is over so many `lessons`.
+    """
     if isinstance(whole, Inversion) and isinstance(afforded, Inversion):
         left = afforded.descent.iterations / whole.descent.iterations
     elif isinstance(whole, Learned) and isinstance(afforded, Learned):
-        left = afforded.epochs / whole.epochs
+        left = afforded.epochs / whole.epochs * (1 if afforded.updates is None else afforded.updates / lessons)
     else:
         return None
     return left if left < 1 else None
@@ -181,13 +188,17 @@ def _pace(attack: Inversion, time_of: Callable[[Attack], float]) -> Callable[[],
     return pace
 
 
-def _one_epoch(attack: Learned, time_of: Callable[[Attack], float]) -> Callable[[], float]:
-    """Measure two passes over the public examples: an epoch, and the one before it."""
-    return lambda: time_of(replace(attack, epochs=1))
+def _update_seconds(attack: Learned, a_pass: int, time_of: Callable[[Attack], float]) -> float:
+    """Measure what one update takes that a learner simulates and learns from."""
+    one = replace(attack, epochs=1, updates=_FEW)
+    # The first attack on a shape also compares with the reference, and each has a beginning that is no update.
+    more = max(1, min(_FEW if time_of(one) > _SLOW else _TAUGHT, a_pass - _FEW))
+    whole, beginning = time_of(replace(one, updates=_FEW + more)), time_of(one)
+    return max(whole - beginning, _LEAST * whole) / more
 
 
 Plan = tuple[int, ...]
-_NAMES = {"rows": "", "iterations": "-iterations", "variants": "-variants"}
+_NAMES = {"rows": "", "iterations": "-iterations", "updates": "-updates", "variants": "-variants"}
 _REMEDY = "give the command of the audit again: the attack is then planned again"
 
 

@@ -267,7 +267,8 @@ def attacked(
         found = replace(found, match=match.to(found.objective))
     found = replace(found, remarks=(*found.remarks, *remarks), seconds=found.seconds + rehearsed)
     done = done or int(found.iterations.sum()) * found.objectives.shape[1]
-    left = share_left(experiment.attacks[trial.attack], attack)
+    taught = lessons(experiment, seen[-1].examples)
+    left = share_left(experiment.attacks[trial.attack], attack, taught)
     return Made(attack, simulated_client, knowledge, grants, secrets, key, found, done, left)
 
 
@@ -353,8 +354,11 @@ def _spent(made: Made, restarts: int) -> float:
 
 
 def _simulated(experiment: Experiment, attack: Attack, examples: int) -> int:
-    """Count the updates that a learner simulated to learn from: a pass more than its epochs."""
-    return (attack.epochs + 1) * lessons(experiment, examples) if isinstance(attack, Learned) else 0
+    """Count the updates that a learner simulated to learn from."""
+    if not isinstance(attack, Learned):
+        return 0
+    of_a_pass = lessons(experiment, examples)
+    return attack.epochs * (of_a_pass if attack.updates is None else min(attack.updates, of_a_pass))
 
 
 def _in_parts(client: Client, batch: Batch) -> bool:

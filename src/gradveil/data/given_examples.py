@@ -165,9 +165,11 @@ def _inputs(given: Any, where: str, mean: Sequence[float] | None, std: Sequence[
     if not isinstance(given, Tensor | np.ndarray) and not pictures:
         return given
     inputs = _joined([(v, 0) for v in given], where, None, torch.stack)[0] if pictures else _tensor(given)
+    shape = tuple(inputs.shape)
+    if inputs.dtype != torch.uint8 and inputs.dim() == 4 and shape[3] == 3 and shape[1] not in _COLOURS:
+        raise fail(where, f"is {shape}: the three colours come last", "put the channels first: permute(0, 3, 1, 2)")
     if inputs.dtype != torch.uint8 or inputs.dim() not in (3, 4):
         return inputs
-    shape = tuple(inputs.shape)
     last = inputs.dim() == 4 and shape[3] in _COLOURS and shape[1] not in _COLOURS
     layout = "height x width" if inputs.dim() == 3 else "height x width x channels" if last else "channels first"
     pixels = (inputs.unsqueeze(1) if inputs.dim() == 3 else inputs.permute(0, 3, 1, 2) if last else inputs).float()

@@ -35,6 +35,8 @@ def pixel_statistics(
         least, most = (float(value) for value in torch.aminmax(torch.cat(values)))
         from_examples = least < 0 or most > 1
         low, high = (least, most) if from_examples else (low, high)
+    if low > high:
+        raise fail("bounds", f"begin at {low:g} and end at {high:g}", f"give the lower end first: ({high:g}, {low:g})")
     if not low < high:
         raise fail("bounds", f"every input is {low:g}, which is no range", "give bounds=(low, high), or mean and std")
     return ((-low / (high - low),), (1 / (high - low),)), from_examples

@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -209,15 +210,31 @@ def put(model: nn.Module, path: str, module: nn.Module) -> nn.Module:
     return model
 
 
+class Joined(nn.Sequential):
+    """The child `inner`, a layer of a model, and a layer that runs before or after it.
+
+    Other attributes are read from `inner`, since the model's own code may ask for its weight or its sizes.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a parameter, buffer or child, or what `inner` has of this name."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "inner":
+                raise
+            return getattr(self.inner, name)
+
+
 def insert_after(model: nn.Module, path: str, name: str, module: nn.Module) -> nn.Module:
     """Run `module` after the module at a path, in place; return the model.
 
     It is appended to an `nn.Sequential`, so that parameters keep their names. Any other module becomes the child
-    `inner` of a new one.
+    `inner` of a `Joined`.
     """
     before = at(model, path)
     if type(before) is not nn.Sequential:
-        return put(model, path, nn.Sequential(OrderedDict([("inner", before), (name, module)])))
+        return put(model, path, Joined(OrderedDict([("inner", before), (name, module)])))
     taken = dict(before.named_children())
     free = next(n for n in (name, *(f"{name}{i}" for i in range(2, len(taken) + 3))) if n not in taken)
     before.add_module(free, module)
@@ -225,8 +242,8 @@ def insert_after(model: nn.Module, path: str, name: str, module: nn.Module) -> n
 
 
 def insert_before(model: nn.Module, path: str, name: str, module: nn.Module) -> nn.Module:
-    """Run `module` before the module at a path, in place; both become children of one `nn.Sequential`."""
-    return put(model, path, nn.Sequential(OrderedDict([(name, module), ("inner", at(model, path))])))
+    """Run `module` before the module at a path, in place; both become children of one `Joined`."""
+    return put(model, path, Joined(OrderedDict([(name, module), ("inner", at(model, path))])))
 
 
 def like(module: nn.Module, model: nn.Module) -> nn.Module:

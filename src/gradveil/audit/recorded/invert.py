@@ -17,6 +17,7 @@ from gradveil.attacks.closed_form.first_layer import Analytic
 from gradveil.attacks.closed_form.layer_by_layer import Recursive
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.knowledge import Knowledge, Known
+from gradveil.attacks.labels import class_signs, sign_is_turned
 from gradveil.attacks.learned import Learned
 from gradveil.attacks.protocol import Active, Attack, CanRefuse, Observation, Prospect, Reconstruction
 from gradveil.audit.argument_checks import answer, declared, model_problems, prepared
@@ -26,11 +27,12 @@ from gradveil.audit.grants import told
 from gradveil.audit.recorded.inverted_update import Inverted
 from gradveil.client import Client, Local, usual_loss
 from gradveil.core.errors import Problem, refuse
+from gradveil.core.formatting import listing, plural
 from gradveil.core.given_objects import named
 from gradveil.core.noise import Key
 from gradveil.core.space import Space
 from gradveil.core.streams import Stream
-from gradveil.core.types import Batch, Domain, Loss
+from gradveil.core.types import Batch, Domain, Loss, placed
 from gradveil.data import Dataset
 from gradveil.data.given_examples import Examples, column_names, tensors_of
 from gradveil.data.given_rows import space_of_vectors_sent
@@ -109,7 +111,8 @@ def invert_update(
     loss = loss or usual_loss(model)
     like = next((value for value in model.parameters() if value.is_floating_point()), None)
     device = torch.device("cpu") if like is None else like.device
-    given = None if labels is None else torch.as_tensor(labels, dtype=torch.long, device=device).reshape(-1)
+    given = _class_numbers(labels, problems)
+    given = None if given is None else given.to(device)
     if space is not None:
         shape = cast("tuple[int, ...]", space.shape)
     elif shape is None:
@@ -119,7 +122,7 @@ def invert_update(
             else tuple(true_inputs.shape[1:])
         )
     if examples is None:
-        examples = next((len(known) for known in (given, true_inputs) if known is not None), 1)
+        examples = next((len(known) for known in (true_inputs, given) if known is not None), 1)
     problems += _wrong(given, true_inputs, true_labels, shape, examples, 3 if space is None else 1)
     refuse(problems)
     assert shape is not None
@@ -133,8 +136,8 @@ def invert_update(
         blank += 1  # a text of padding alone has nothing to look at
     blank = blank.to(device)
     try_on = (blank, torch.zeros(examples, dtype=torch.long, device=device))
-    model, _, changed = prepared(model, try_on, loss, prepare)
-    refuse(changed or model_problems(model, try_on, loss, examples, prepare))
+    model, done, blocked = prepared(model, try_on, loss, prepare)
+    refuse(blocked or model_problems(model, try_on, loss, examples, prepare))
     classes = count_classes(model, blank[:1])
     (centre, scale), _ = pixel_statistics(bounds, mean, std, [] if public is None else [public[0]])
     space = space or ImageSpace(shape, centre, scale)
@@ -149,6 +152,8 @@ def invert_update(
     update = {**_unreached(client, update, try_on), **update}
     refuse(list(_misfits(client, update)))
     seen = Observation(client.params(), {n: v.detach().unsqueeze(0) for n, v in update.items()}, examples, (0,))
+    if defence == "none":
+        refuse(list(_contradictions(seen, client, blank[:1], given)))
     sent = _SentUpdate(seen, client, given, None if public is None else Batch(*public), Key(seed, (Stream.ATTACK,)))
     *closed, last = made.values()
     answers: list[tuple[float, Attack, bool, Reconstruction]] = []
@@ -171,8 +176,46 @@ def invert_update(
         metrics = _scores(space, images, found.targets, truth_views, true_labels)
     labels_of = found.targets[0].detach()
     views = None if true_inputs is None else space.view(true_inputs.detach().cpu())
-    objective = float(found.objective[0])
-    return Inverted(images, labels_of, objective, found, metrics, restored, views, as_html, space, by.name, distance)
+    told_labels = true_labels if given is None else given
+    of_truth = math.nan
+    if true_inputs is not None and told_labels is not None and defence == "none" and not words:
+        of_truth = sent.distance_of(
+            placed(true_inputs, device, dtype).unsqueeze(0), told_labels.to(device).unsqueeze(0)
+        )
+    return Inverted(
+        images,
+        labels_of,
+        float(found.objective[0]),
+        found,
+        metrics,
+        restored,
+        views,
+        as_html,
+        space,
+        by.name,
+        distance,
+        given=given is not None and told(by)["targets"] == "known",
+        of_truth=of_truth,
+        prepared=tuple(done),
+    )
+
+
+def _class_numbers(labels: Any, problems: list[Problem]) -> Tensor | None:
+    """Read labels as class numbers [B]; note what they are if they are none."""
+    if labels is None:
+        return None
+    try:
+        read = torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError):
+        problems.append(Problem("labels", f"are {labels!r}", "give class numbers: labels=[3]"))
+        return None
+    if read.is_floating_point() or read.is_complex() or read.dtype == torch.bool or read.dim() > 1:
+        what = f"are numbers of {read.dtype} and shape {tuple(read.shape)}, which name no classes"
+        problems.append(
+            Problem("labels", what, "give a class number for each example, of one-hot rows labels.argmax(1)")
+        )
+        return None
+    return read.long().reshape(-1)
 
 
 def _space_of(*given: Any) -> Space | None:
@@ -217,11 +260,15 @@ class _SentUpdate:
         return answer(attack, observations, simulated, knowledge, made)
 
     def distance(self, found: Reconstruction) -> float:
+        """Return `distance_of` what an attack found."""
+        return self.distance_of(found.inputs, found.targets)
+
+    def distance_of(self, inputs: Tensor, targets: Tensor) -> float:
         """Return how far what a client with these examples sends is from the update, relative, of the worst tensor.
 
         Of the client's noise nothing is known. One factor for all tensors is free: clients clip, and sum or average.
         """
-        again = self.seen.simulate(self.client, found.inputs, found.targets)
+        again = self.seen.simulate(self.client, inputs, targets)
         again = {name: value.detach() for name, value in again.items()}
         both = sum(float((again[name] * value).sum()) for name, value in self.seen.update.items())
         factor = both / max(sum(float(value.square().sum()) for value in again.values()), math.ulp(0))
@@ -287,9 +334,16 @@ def _wrong_objects(model: Any, update: Any, truth: Any, local: Any) -> Iterator[
                 yield Problem(f"update['{name}']", f"is {type(value).__name__}", remedy)
         if all(value is None for value in values.values()):
             yield Problem("update", "holds no gradient: every value is None", "call loss.backward() first")
+        elif all(
+            value is None or (isinstance(value, Tensor | np.ndarray) and not value.any()) for value in values.values()
+        ):
+            yield Problem("update", "holds zeros alone, which say nothing of examples", "give what the client sent")
     if isinstance(truth, Tensor | np.ndarray) and truth.ndim == 3:
         what = f"is {tuple(truth.shape)}, which is a batch without channels or one image without a batch"
-        yield Problem("truth", what, "give [N, channels, height, width]: truth[None] of one image")
+        last = truth.shape[2] == 3 and truth.shape[0] > 3
+        one = "truth[None] of one image"
+        one += ", truth.permute(2, 0, 1)[None] where its colours come last" if last else ""
+        yield Problem("truth", what, f"give [N, channels, height, width]: {one}")
     if isinstance(local, Mapping):
         known, said = {field.name: field.default for field in fields(Local)}, set(map(str, cast("Any", local)))
         for name in sorted(said - known.keys()):
@@ -314,12 +368,19 @@ def _wrong(
     if shape is None or len(shape) != sides or not all(isinstance(side, int) and side >= 1 for side in shape):
         remedy = "say what one input looks like: shape=(channels, height, width) or (columns,), of a text length=tokens"
         yield Problem("shape", f"is {shape}", remedy)
+    if shape is not None and inputs is not None and tuple(inputs.shape[1:]) != tuple(shape):
+        yield Problem(
+            "shape", f"is {shape}, and one input of the truth is {tuple(inputs.shape[1:])}", "leave shape= out"
+        )
+    if shape is not None and len(shape) == 3 and shape[2] == 3 and shape[0] not in (1, 3):
+        yield Problem("shape", f"is {shape}: the three colours come last", f"put them first: {(3, *shape[:2])}")
     if not (isinstance(examples, int) and examples >= 1):
         yield Problem("examples", f"is {examples!r}", "give how many examples the update is made from")
         return
     for name, value in (("labels", labels), ("truth", inputs), ("truth's labels", true_labels)):
         if value is not None and len(value) != examples:
-            yield Problem(name, f"hold {len(value)} of {examples} examples", "give one for each example")
+            what = f"hold {plural(len(value), 'example')}, and the update is of {examples}"
+            yield Problem(name, what, "give one for each example")
 
 
 def _unlikely(
@@ -373,11 +434,16 @@ def _misfits(client: Client, update: Mapping[str, Tensor]) -> Iterator[Problem]:
     """Compare an update with what this client would send."""
     params = client.params()
     wanted = {name: tuple(params[name].shape) for name in client.trained()}
-    for name in sorted(wanted.keys() - update.keys()):
+    missing, strange = sorted(wanted.keys() - update.keys()), [name for name in update if name not in wanted]
+    if missing and strange:
+        what = f"lacks {_some(missing)}, which the model trains, and holds {_some(strange)}, which it does not"
+        yield Problem("update", what, "give the model that it was computed with, by its names")
+        return
+    for name in missing:
         remedy = "give it: the model trains it; if your client does not, call requires_grad_(False) on that parameter"
         yield Problem(f"update['{name}']", "is missing", remedy)
     for name, value in update.items():
-        if name not in wanted:
+        if name in strange:
             yield Problem(f"update['{name}']", "is no trained parameter of the model", "leave it out")
         elif tuple(value.shape) != wanted[name]:
             yield Problem(f"update['{name}']", f"is {tuple(value.shape)}", f"the model's is {wanted[name]}")
@@ -387,12 +453,43 @@ def _misfits(client: Client, update: Mapping[str, Tensor]) -> Iterator[Problem]:
             yield Problem(f"update['{name}']", "holds NaN or infinity", "give one of a step that did not overflow")
 
 
+def _some(names: Sequence[str]) -> str:
+    """Name the first of some parameters, and count the others.
+
+    >>> _some(["a", "b", "c"]), _some(["a"])
+    ("'a' and 2 others", "'a'")
+    """
+    more = f" and {plural(len(names) - 1, 'other')}" if len(names) > 1 else ""
+    return f"'{names[0]}'{more}"
+
+
+def _contradictions(seen: Observation, client: Client, example: Tensor, labels: Tensor | None) -> Iterator[Problem]:
+    """Find an update with its sign turned, and labels that the last layer's bias contradicts."""
+    found = class_signs(client, seen.update, example)
+    if found is None:
+        return
+    last, signs = found
+    below = (signs[0] < 0).nonzero().flatten().tolist()
+    if sign_is_turned(signs[0], seen.examples):
+        what = f"has its sign turned, as new minus old parameters have: '{last}.bias' is below zero for {len(below)} "
+        what += f"classes, where only those of the {plural(seen.examples, 'example')} can be"
+        yield Problem("update", what, "give old minus new: {name: -value for name, value in update.items()}")
+    elif labels is not None and (missing := sorted(set(below) - set(labels.tolist()))):
+        what = f"are {labels.tolist()}, and the gradient of '{last}.bias' is below zero for class "
+        what += f"{listing(map(str, missing))}, as it is only where an example has that label"
+        yield Problem("labels", what, "give the right ones, or leave labels= out: they are restored")
+
+
 def _scores(
     space: Space, images: Tensor, labels: Tensor, truth: Tensor, true_labels: Tensor | None
 ) -> dict[str, float]:
     """Score images [B, C, H, W] against the truth, in the order that fits best."""
     matched = space.match(images.unsqueeze(0), truth.unsqueeze(0))[1]
     found = {name: float(score.mean()) for name, score in space.scores(matched, truth.unsqueeze(0)).items()}
+    if len(images) > 1 and "ssim" in found:
+        found["recovered"] = float(
+            (space.scores(matched, truth.unsqueeze(0))["ssim"] > space.threshold).double().mean()
+        )
     if true_labels is not None:
         found["label_accuracy"] = float(label_accuracy(labels, true_labels.unsqueeze(0)).mean())
     return found

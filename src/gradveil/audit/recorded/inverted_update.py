@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -15,6 +15,10 @@ from gradveil.spaces import TableSpace, TextSpace
 
 _RECOVERED, _FEW = 0.5, 10
 """SSIM above which an image counts as recovered; labels that are printed at most."""
+_SAME = 1e-3
+"""A distance of pixels, cells or tokens below which they are the same."""
+_UNEXPLAINED = 0.5
+"""A distance above which examples do not explain an update: 1 is that of an update of zeros."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +48,12 @@ class Inverted:
     distance: float = math.nan
     """Relative distance between the update and what a client with these examples sends, of the worst tensor, up to one
     factor for all: 0 explains it fully, whatever the attack. NaN of texts."""
+    given: bool = False
+    """Whether the attack took the labels that the caller gave."""
+    of_truth: float = math.nan
+    """The `distance` of the truth with the labels that were given. NaN of texts, behind a defence, and without both."""
+    prepared: tuple[str, ...] = ()
+    """What `prepare=True` changed in the model."""
 
     @property
     def texts(self) -> list[str]:
@@ -85,25 +95,42 @@ class Inverted:
             psnr = f", PSNR {self.metrics['psnr']:.1f} dB" if "psnr" in self.metrics else ""
             return f"too small for an SSIM{psnr}" if self.metrics else "no truth to compare with"
         ssim, psnr = self.metrics["ssim"], self.metrics["psnr"]
-        return f"{'' if ssim > _RECOVERED else 'not '}recovered, SSIM {ssim:.2f}, PSNR {psnr:.1f} dB"
+        if "recovered" in self.metrics:
+            some = f"{round(self.metrics['recovered'] * len(self.images))} of {len(self.images)} recovered"
+            return f"{some}, mean SSIM {round(ssim, 2) + 0.0:.2f}, PSNR {psnr:.1f} dB"
+        return f"{'' if ssim > _RECOVERED else 'not '}recovered, SSIM {round(ssim, 2) + 0.0:.2f}, PSNR {psnr:.1f} dB"
 
     def __str__(self) -> str:
         """Render the outcome in a few lines."""
         count, *shape = self.images.shape
         labels = ", ".join(str(label) for label in self.labels.tolist()[:_FEW]) + (", …" if count > _FEW else "")
-        how = "restored from the update" if self.restored else "given, or found with the examples"
+        how = "restored from the update" if self.restored else "given" if self.given else "found with the examples"
         by = f"{self.attack}: " if self.attack else ""
         ended = f"{by}objective {number(self.objective)} after {plural(self.iterations, 'iteration')} ({self.status})"
         ended += "" if math.isnan(self.distance) else f", its update {percent(self.distance)} off"
+        doubt = "".join(f"\n{line}" for line in self._doubts())
         if self.lines:
             shown = "\n".join(f"  {text}" for text in self.lines[:_FEW])
             kind = "text" if self.texts else "row"
-            return f"{plural(count, kind)}: {self.verdict}; {ended}.\n{shown}\nLabels: {labels} ({how})."
+            return f"{plural(count, kind)}: {self.verdict}; {ended}.\n{shown}\nLabels: {labels} ({how}).{doubt}"
         return (
             f"{plural(count, 'image')} of {' x '.join(map(str, shape))}: {self.verdict}; {ended}.\n"
-            f"Labels: {labels} ({how}).\n"
+            f"Labels: {labels} ({how}).{doubt}\n"
             "To see them: .images are pixels [B, C, H, W]; a notebook shows them."
         )
+
+    def _doubts(self) -> Iterator[str]:
+        """Say what was changed in the model, and why an update may not be explained."""
+        if self.prepared:
+            yield f"Prepared: {'; '.join(self.prepared)}."
+        if len(self.images) > 1 and float((self.images - self.images[:1]).double().abs().max()) < _SAME:
+            yield f"All {len(self.images)} are the same: is the update of one example?"
+        settings = "weights, mode (train or eval), loss, defence= and local="
+        if self.of_truth > _UNEXPLAINED:
+            off = percent(self.of_truth)
+            yield f"The update of the truth itself is {off} off: it was not made with these {settings}."
+        elif self.distance > _UNEXPLAINED:
+            yield f"These examples do not explain the update: search longer (iterations=), or check the {settings}."
 
     def __repr__(self) -> str:
         """Name the outcome in a line."""

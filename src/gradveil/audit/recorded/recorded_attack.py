@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradveil.attacks.labels import class_signs, sign_is_turned
 from gradveil.attacks.protocol import Observation, Progress
 from gradveil.audit.attack_selection import TrialAddress
 from gradveil.audit.budgets import UNPLANNED, Plans
@@ -175,6 +176,11 @@ def doubts(experiment: Experiment, observed: Observed, trial: TrialAddress, inpu
     ours = _simulated(experiment, trial, believed, seen.params)
     drawn = "random images" if experiment.space.pictured else f"public {experiment.space.words.plural}"
     yield from _unlike(ours, {n: v[0] for n, v in seen.update.items()}, drawn)
+    signs = class_signs(
+        believed, seen.update, placed(inputs[0], next(iter(seen.params.values())).device, experiment.dtype)
+    )
+    if signs is not None and sign_is_turned(signs[1][0], client.examples):
+        yield f"'{signs[0]}.bias' has the sign of new minus old parameters: record gradients, or old minus new"
     if config.data.name == UNSEEN and config.data.mean is None:
         lower, upper = experiment.space.bounds(inputs)
         share = float(((inputs <= lower) | (inputs >= upper)).double().mean())
