@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -196,6 +197,17 @@ def test_run_row_measures_an_audit_and_a_training_and_resumes_them(tmp_path: Pat
     assert all(record.command == row.command for row, (record,) in zip(rows, first, strict=True))
     assert first[1][0].command == "gradveil paper run a-paper T1 --scale quick --settings digits --rows GP --columns IG"
     assert [run_row(row, tmp_path, workers=1) for row in rows] == first
+
+
+def test_a_row_that_was_interrupted_between_two_trials_is_not_finished(tmp_path: Path) -> None:
+    (row,) = row_runs(STUDY, "T1", "quick", ["GP"], ["IG"], changes=["seeds=[0, 1]"])
+    whole = run_row(row, tmp_path, workers=1)
+    assert row.finished(tmp_path) == whole
+    shutil.rmtree(next((tmp_path / row.folder / "trials").glob("*s1*")))
+    assert [record.status for record in row.measured(tmp_path)] == ["unfinished"]
+    assert row.finished(tmp_path) == []
+    (again,) = run_row(row, tmp_path, workers=1)
+    assert (again.status, again.count) == ("complete", whole[0].count)
 
 
 def test_row_runs_names_every_unknown_row_and_column() -> None:

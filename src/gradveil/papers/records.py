@@ -107,7 +107,13 @@ def _audits(folder: Path, run: str, scale: str, defence: str) -> Iterator[Record
     found: dict[str, list[tuple[int, Trial]]] = {}
     for number, trial in enumerate(opened.trials):
         found.setdefault(attacks[trial.info["trial"]], []).append((number, trial))
+    left = set(opened.info["trials"]) - {trial.info["trial"] for trial in opened.trials}
+    waiting = {attacks[name] for name in left}
+    for attack in sorted(waiting):
+        yield Record(run, defence, attack, scale, "unfinished", None, None, None, "", *_facts(opened.info), ())
     for attack, each in found.items():
+        if attack in waiting:
+            continue
         seeds = " ".join(dict.fromkeys(str(trial.info["seed"]) for _, trial in each))
         facts = (seeds, *_facts(opened.info))
         if failed := next((trial.failed for _, trial in each if trial.failed is not None), None):
