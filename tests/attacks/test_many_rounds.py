@@ -63,6 +63,26 @@ def test_noise_of_mean_zero_is_averaged_away():
     assert all(torch.allclose(value, seen[0].params[name] + 1) for name, value in whole.params.items())
 
 
+def test_right_angles_of_many_rounds_leave_the_gradients_own_line():
+    scene, attack = tiny(), make_attack("right-angles(iterations=5)")
+    client, seen = watched(scene, "censor(trials=1)", 40)
+    pooled = attack.pooled(seen, client, scene.knowledge, Key(0)).update
+    for name, truth in scene.observation.update.items():
+        rows, (own, size) = pooled[name].flatten(2)[0], (truth[0].flatten(), truth[0].norm())
+        assert len(rows) == min(40, max(1, own.numel() - 1))
+        if own.numel() > 1:
+            torch.testing.assert_close(
+                rows @ rows.T, size.square() * torch.eye(len(rows)).to(rows), atol=1e-4, rtol=1e-3
+            )
+            assert float((rows @ own).abs().max()) < 1e-4 * float(size.square())
+    given = seen, client, scene.knowledge, Key(0)
+    truths = attack.match(*given, scene.truth.inputs, {})[:, 0]
+    others = attack.match(*given, torch.rand_like(scene.truth.inputs), {})[:, 0]
+    assert float(truths.max()) < 1e-4
+    assert float(others.min()) > 0.05
+    assert attack(*given).objective.isfinite().all()
+
+
 def test_ranks_use_hits_for_magnitudes_and_observed_signs():
     attack, scene = Pooled("x", estimate="ranks"), pictures("scheliga-cnn", "digits", 1)
     client, seen = watched(scene, "minmax(0.9)", 5)
