@@ -62,8 +62,8 @@ def test_what_no_attack_broke_is_recommended_with_its_cost_and_errors() -> None:
     assert found.defence == DP
     assert found.text == (
         "Use dp(clip=1, sigma=2): attackers recover and identify 0 of 32 images (95% CI 0–10.7%). It costs 8 points of "
-        "accuracy (92% → 84%, ± 5), 2.5 times the bytes sent in a round of training (attacked update: 1 ×) and up to "
-        "twice the client's time (2 → 3 s an update). Of 2 defences it is the only one that was not broken."
+        "accuracy (92% → 84%, ± 5), 2.5 times the bytes sent in training and up to "
+        "twice the client's time (2 → 3 s). Of 2 defences it is the only one that was not broken."
     )
     numbers = found.as_object()
     assert (numbers["recovered"], numbers["images"], numbers["bytes_ratio"], numbers["seconds_ratio"]) == (

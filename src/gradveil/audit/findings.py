@@ -500,8 +500,8 @@ def remarks_on(found: Findings, config: Mapping[str, Any], warnings: Sequence[st
     """Collect what the table does not show: reasons of undecided verdicts, failures, guarantees, what is not tested."""
     yield from found.notes()
     yield from found.checks()
-    yield from equal_counts(found)
-    yield from accuracies(found, config)
+    if explained := [*equal_counts(found), *accuracies(found, config)]:
+        yield " ".join(explained)
     yield from trained_on(found)
     yield from failures(found)
     rows = found.finished
@@ -531,7 +531,7 @@ def equal_counts(found: Findings) -> Iterator[str]:
         alike.setdefault((verdict.identifiable, verdict.images), []).append(verdict)
     attacked = [{(verdict.interval, len(verdict.judged)) for verdict in same} for same in alike.values()]
     if any(len({ends for ends, _ in each}) > 1 < len({count for _, count in each}) for each in attacked):
-        yield "95% CI: rows with equal counts differ, because the lower end allows for the number of attacks on each."
+        yield "95% CI: its lower end allows for the number of attacks on a row."
 
 
 def accuracies(found: Findings, config: Mapping[str, Any]) -> Iterator[str]:

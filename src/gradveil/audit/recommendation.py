@@ -13,7 +13,7 @@ from gradveil.audit.attack_check import PLAIN
 from gradveil.audit.attack_selection import canonical
 from gradveil.audit.defence_costs import Costs, DefenceCost, largest_epsilon_of
 from gradveil.audit.verdict import ENOUGH, LEVELS, Level, Verdict
-from gradveil.core.formatting import DASH, interval, listing, number, plural
+from gradveil.core.formatting import interval, listing, number, plural
 from gradveil.data import DATASETS
 from gradveil.defences.privacy_warnings import reservation
 from gradveil.federated.training_config import UNNAMED
@@ -198,10 +198,8 @@ def _costs(best: _Candidate, command: str) -> Iterator[str]:
         told.append(f"{points} {word} of accuracy ({change}, ± {error:.0f})")
     if best.bytes_ratio is not None:
         in_training = cost is not None and cost.bytes_ratio is not None
-        what = "sent in a round of training" if in_training else "of an update"
-        ratio, attacked = (number(each, 2) for each in (best.bytes_ratio, best.worst and best.worst.price.share))
-        other = f" (attacked update: {attacked} ×)" if attacked not in (ratio, DASH) else ""
-        told.append((f"about the same bytes {what}" if ratio == "1" else f"{ratio} times the bytes {what}") + other)
+        what, ratio = "sent in training" if in_training else "of an update", number(best.bytes_ratio, 2)
+        told.append(f"about the same bytes {what}" if ratio == "1" else f"{ratio} times the bytes {what}")
     if cost is not None and cost.seconds_ratio is not None:
         told.append(_time(cost.seconds_ratio, cost.spans["seconds"][0]))
     if told:
@@ -214,13 +212,13 @@ def _time(ratio: float, seconds: float) -> str:
     """Say how a client's time compares; timings of short trainings are noisy, so that small ratios come in steps.
 
     >>> _time(9.7, 0.0904), _time(1.6, 2.5)
-    ("9.7 times the client's time (9.3 → 90 ms an update)", "up to twice the client's time (1.6 → 2.5 s an update)")
+    ("9.7 times the client's time (9.3 → 90 ms)", "up to twice the client's time (1.6 → 2.5 s)")
     """
     if 0.8 <= ratio <= 1.25:
         return "about the same client time"
     told = "up to twice the client's time" if 1.25 < ratio <= 2 else f"{number(ratio, 2)} times the client's time"
     unit, scale = ("s", 1.0) if seconds >= 1 else ("ms", 1e3)
-    return f"{told} ({number(scale * seconds / ratio, 2)} → {number(scale * seconds, 2)} {unit} an update)"
+    return f"{told} ({number(scale * seconds / ratio, 2)} → {number(scale * seconds, 2)} {unit})"
 
 
 def _unmeasured(best: _Candidate, command: str) -> str:
