@@ -52,7 +52,7 @@ def test_defences_stand_side_by_side(little: Path, capsys: pytest.CaptureFixture
     lines = [line.split() for line in out.splitlines()]
     assert lines[1][:2] == ["defence", "accuracy"]
     assert [line[0] for line in lines[2:4]] == ["none", "topk(0.1)"]
-    assert lines[3][2][0] in "+−"
+    assert lines[3][3][0] in "+−"
     assert (little / "runs/little").stat().st_mode & 0o777 == 0o700
 
 

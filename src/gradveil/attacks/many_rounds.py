@@ -171,7 +171,7 @@ def _basis(observations: Sequence[Observation], name: str) -> Tensor:
     sent = torch.stack([values.double() for values in _sent(observations, name)], 1)
     size = sent.square().sum(2).sqrt().mean(1)
     most = max(1, min(sent.shape[1], sent.shape[2] - 1))
-    directions = torch.linalg.svd(sent, full_matrices=False).Vh[:, :most]
+    directions = torch.linalg.svd(sent.nan_to_num(0, 0, 0), full_matrices=False).Vh[:, :most]
     return (size.view(-1, 1, 1) * directions).to(observations[0].update[name]).unflatten(2, shape)
 
 
@@ -228,7 +228,8 @@ def _pooled(search: Inversion, name: str) -> Pooled:
 
 def right_angles() -> Pooled:
     """Search for a gradient at a right angle to what every round of one model sent, and as long."""
-    return replace(_pooled(portfolio(), "right-angles"), objective="right-angles", estimate="angles", variants=())
+    base = replace(_pooled(portfolio(), "right-angles"), simulated_client="naive", knowledge=OWN_DRAWS, variants=())
+    return replace(base, objective="right-angles", estimate="angles")
 
 
 def glaus(estimate: Sampled = "ranks", search: Search = "ig", magnitudes: Magnitudes = "mean") -> Pooled:
