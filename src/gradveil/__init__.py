@@ -278,8 +278,8 @@ def invert(
     nearest is taken: of images `portfolio`, of rows `tableak`; of texts `span`, without attention `embedding-search`.
     Models of texts take `tokenizer` as for `audit`, and `length`, the most tokens of a text. Of rows of a table,
     `truth` or `public` is a data set, which names the columns. Rows of numbers that the model reads as they are need no
-    data set: inputs [N, D], a data frame, or `shape=(D,)`. Their range is `bounds`, otherwise that of `public`, and
-    without both that of `truth`.
+    data set: inputs [N, D], a data frame, or `shape=(D,)`. Their range is `bounds`, otherwise that of each column of
+    `public`, and without both one range for all columns, from the least to the largest number of `truth`.
 
     The result has `images` (pixels; of texts token numbers, and `texts`; of rows cells, and `rows`), `labels`, the name
     of the `attack`, its `objective`, `status`, the `distance` between the update and that of these examples, and with a

@@ -225,6 +225,73 @@ def test_an_update_that_was_scaled_is_still_explained(factor: float) -> None:
     assert "% off" in str(found)
 
 
+class Prototypes(nn.Module):
+    """A model whose last linear layer does not give the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.classes = network(), nn.Parameter(torch.eye(3) - 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.body(x)
+        return (out - out.mean(1, keepdim=True)) @ self.classes
+
+
+def sent(net: nn.Module, inputs: Tensor, labels: Tensor) -> Tensors:
+    names, values = zip(*net.named_parameters(), strict=True)
+    grads = torch.autograd.grad(nn.functional.cross_entropy(net(inputs), labels), values)
+    return dict(zip(names, grads, strict=True))
+
+
+@pytest.mark.parametrize("loss", [nn.functional.cross_entropy, nn.CrossEntropyLoss()])
+def test_cross_entropy_of_torch_is_told_as_ours(loss: Any) -> None:
+    turned = {name: -value for name, value in gradient(network()).items()}
+    with pytest.raises(gv.GradveilError, match="sign turned"):
+        gv.invert(network(), turned, "analytic", labels=[2], loss=loss, shape=(1, 12, 12), mean=MEAN, std=STD)
+
+
+def test_what_the_bias_cannot_contradict_is_not_refused() -> None:
+    inputs, labels = example()
+    net = Prototypes()
+    given: dict[str, Any] = {"truth": inputs, "mean": MEAN, "std": STD}
+    for label in range(3):
+        found = gv.invert(net, sent(net, inputs, torch.tensor([label])), "ig(iterations=1)", labels=[label], **given)
+        assert found.of_truth < 1e-3
+    plain, decay = network(), 0.5
+    local = gv.Local(batch=1, lr=0.1, steps=1, weight_decay=decay)
+    decayed = {n: 0.1 * (v + decay * dict(plain.named_parameters())[n].detach()) for n, v in gradient(plain).items()}
+    assert gv.invert(plain, decayed, "ig(iterations=1)", labels=[2], local=local, **given).of_truth < 1e-3
+    functional = Functional()
+    assert gv.invert(functional, sent(functional, inputs, labels), "ig(iterations=1)", labels=[2], **given).given
+
+
+class Functional(nn.Module):
+    """A model that reads the weight of its linear layer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(144, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.flatten(1), self.layer.weight, self.layer.bias)
+
+
+def test_labels_of_the_truth_are_compared_too_in_any_order() -> None:
+    net, inputs = network(), torch.rand(2, 1, 12, 12, generator=torch.Generator().manual_seed(2))
+    update = sent(net, inputs, torch.tensor([2, 0]))
+    with pytest.raises(gv.GradveilError, match="truth's labels"):
+        gv.invert(net, update, "ig(iterations=1)", truth=(inputs, torch.tensor([1, 1])))
+    found = gv.invert(net, update, "ig(iterations=1)", labels=[0, 2], truth=(inputs, torch.tensor([2, 0])))
+    assert found.of_truth < 1e-3
+
+
+def test_a_truth_of_one_row_is_no_answer() -> None:
+    net, rows = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), torch.rand(1, 6)
+    noise = {name: torch.randn_like(value) for name, value in net.named_parameters()}
+    found = gv.invert(net, noise, "ig(iterations=1)", truth=rows, labels=[0], defence="gaussian(1)")
+    assert found.metrics["cells"] < 1
+
+
 def test_an_update_that_nothing_explains_says_so_and_so_does_one_that_its_truth_does_not() -> None:
     net, other = network(), network()
     nn.init.constant_(other[1].weight, 0.1)

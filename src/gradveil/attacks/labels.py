@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.protocol import Observation, Prospect
-from gradveil.client import Client, cross_entropy
+from gradveil.client import Client, is_cross_entropy
 from gradveil.core.errors import Problem, fail
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch
-from gradveil.nn.module_paths import last_layer
+from gradveil.nn.module_paths import last_layer, logits_bias
 
 _GROUPS, _PROBES, _IMAGES = 8, 8, 800
 """Simulated updates per class, images per update, and the largest number of images of one update of all classes."""
@@ -47,20 +47,23 @@ def row_sums(update: Mapping[str, Tensor], last: str) -> Tensor:
 
 
 def class_signs(client: Client, update: Mapping[str, Tensor], example: Tensor) -> tuple[str, Tensor] | None:
-    """Return the last layer's path, and the signs [V, K] of its bias gradient, zero up to three deviations of noise.
+    """Return the name of the logits' bias, and the signs [V, K] of its gradient, zero where noise may have made them.
 
     Of cross-entropy a class that no example has is above zero, and the classes add up to zero. Where they don't, as
-    with other losses and behind pruning, or where there is no bias, the signs say nothing: None.
+    behind pruning, where the loss is another one, weights decay, or no linear layer with a bias gives the logits, the
+    signs say nothing: None.
     """
-    layers = [module for module in client.model.modules() if isinstance(module, nn.Linear)]
-    last = last_layer(client.model, example) if layers and client.loss is cross_entropy else ""
-    if f"{last}.bias" not in update:
+    decays = client.local is not None and client.local.weight_decay
+    last = "" if decays or not is_cross_entropy(client.loss) else logits_bias(client.model, example)
+    if last not in update:
         return None
-    layer = _layer(update, last)
+    layer = _layer(update, last.removesuffix("bias").removesuffix("."))
     sums = layer[..., -1]
     if bool((sums.sum(1).abs() > _UNBALANCED * sums.abs().sum(1)).any()):
         return None
-    return last, torch.where(sums.abs() > 3 * _noise(layer).unsqueeze(1), sums.sign(), 0.0)
+    # Of K entries of noise one in a thousand times one is beyond so many deviations.
+    beyond = (2 * torch.tensor(1000.0 * sums.shape[1]).log()).sqrt() * _noise(layer)
+    return last, torch.where(sums.abs() > beyond.unsqueeze(1), sums.sign(), 0.0)
 
 
 def sign_is_turned(signs: Tensor, examples: int) -> bool:
@@ -170,7 +173,8 @@ def _of_gradient(
 
 def _layer(update: Mapping[str, Tensor], last: str) -> Tensor:
     """Concatenate the sent parameters of the last layer: [V, K, D], the bias last."""
-    parts = (update.get(f"{last}.weight"), update.get(f"{last}.bias"))
+    stem = f"{last}." if last else ""
+    parts = (update.get(f"{stem}weight"), update.get(f"{stem}bias"))
     wide = [part.flatten(2) if part.ndim > 2 else part.unsqueeze(2) for part in parts if part is not None]
     return torch.cat(wide, 2).double()
 

@@ -333,7 +333,7 @@ def _facts(experiment: Experiment, client: Client, made: Made, sent: Tensors, fi
         "secrets": made.secrets,
         "knowledge": told(made.attack),
         "rounds_used": rounds_used(made.attack, experiment.config.rounds),
-        "in_parts": _in_parts(client, first),
+        "in_parts": in_parts(client, first),
         "remarks": [(each.words, each.numbers, each.usual) for each in made.found.remarks],
         **active_facts(made.attack, client),
         # Of the attack alone; of a trial in several shares their sum: working time, not what a clock on the wall shows.
@@ -361,7 +361,7 @@ def _simulated(experiment: Experiment, attack: Attack, examples: int) -> int:
     return attack.epochs * (of_a_pass if attack.updates is None else min(attack.updates, of_a_pass))
 
 
-def _in_parts(client: Client, batch: Batch) -> bool:
+def in_parts(client: Client, batch: Batch) -> bool:
     """Say whether local steps take the examples in parts, so that it matters who was in which."""
     local = client.local
     return local is not None and (local.sampling == "poisson" or local.batch * client.members < len(batch.inputs))

@@ -7,7 +7,7 @@ from gradveil.client.public_messages import announced, proposer, scheduled, spea
 from gradveil.client.seeded_update import ClientTask, drawn_update, drawn_updates, first_gradient, idle_update
 from gradveil.client.simulated_client import cosine_distances, kept_direction, layer_statistics, transformed_batch
 from gradveil.client.state_file import load_state, save_state
-from gradveil.gradients.objective import cross_entropy, usual_loss
+from gradveil.gradients.objective import cross_entropy, is_cross_entropy, usual_loss
 
 __all__ = [
     "BatchDefences",
@@ -25,6 +25,7 @@ __all__ = [
     "finite_or_before",
     "first_gradient",
     "idle_update",
+    "is_cross_entropy",
     "kept_direction",
     "layer_statistics",
     "load_state",

@@ -172,6 +172,12 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs, targets, reduction="none")
 
 
+def is_cross_entropy(loss: Loss) -> bool:
+    """Return whether a loss is plain cross-entropy, ours or that of torch: without weights of classes or smoothing."""
+    plain = isinstance(loss, nn.CrossEntropyLoss) and loss.weight is None and not loss.label_smoothing
+    return plain or loss is cross_entropy or loss is nn.functional.cross_entropy
+
+
 def usual_loss(model: nn.Module) -> Loss:
     """Return the loss that a model is trained with: its own for language models, else cross-entropy."""
     return own_loss if isinstance(model, TokenModel) and model.layout.predicts_words else cross_entropy

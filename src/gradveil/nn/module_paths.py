@@ -59,6 +59,25 @@ def last_layer(model: nn.Module, inputs: Tensor | None = None) -> str:
     return next((path for path in reversed(ran) if _reaches_outputs(model, path, inputs)), ran[-1])
 
 
+def logits_bias(model: nn.Module, inputs: Tensor) -> str:
+    """Return the name of the bias of the linear layer whose output is the model's; empty without one."""
+    given: dict[str, Tensor] = {}
+
+    def noted(path: str) -> Callable[..., None]:
+        return lambda _module, _inputs, out: given.update({path: out.detach().clone()})
+
+    linear = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    hooks = [module.register_forward_hook(noted(path)) for path, module in linear.items() if module.bias is not None]
+    try:
+        with evaluating(model), torch.no_grad():
+            outputs = model(inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    same = [p for p, out in given.items() if isinstance(outputs, Tensor) and torch.equal(out, outputs)]
+    return (f"{same[-1]}.bias" if same[-1] else "bias") if same else ""
+
+
 def _reaches_outputs(model: nn.Module, path: str, inputs: Tensor) -> bool:
     """Whether a model's outputs depend on what a module gives: a second head's do not."""
     given: list[Tensor] = []

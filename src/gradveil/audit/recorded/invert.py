@@ -25,6 +25,7 @@ from gradveil.audit.attack_selection import ADAPTIVE
 from gradveil.audit.audit_config import FIRST_SEARCH
 from gradveil.audit.grants import told
 from gradveil.audit.recorded.inverted_update import Inverted
+from gradveil.audit.trial import in_parts
 from gradveil.client import Client, Local, usual_loss
 from gradveil.core.errors import Problem, refuse
 from gradveil.core.formatting import listing, plural
@@ -35,7 +36,7 @@ from gradveil.core.streams import Stream
 from gradveil.core.types import Batch, Domain, Loss, placed
 from gradveil.data import Dataset
 from gradveil.data.given_examples import Examples, column_names, tensors_of
-from gradveil.data.given_rows import space_of_vectors_sent
+from gradveil.data.given_rows import are_vectors, space_of_vectors_sent
 from gradveil.data.pixel_range import Bounds, pixel_statistics
 from gradveil.data.tables import is_frame
 from gradveil.data.text_arguments import named_as, text_arguments
@@ -105,7 +106,11 @@ def invert_update(
         if space is None:
             sides = shape or getattr(model, "input_shape", ())
             data = (true_inputs if public is None else public[0]), sides
-            space = space_of_vectors_sent(*data, names, bounds, mean, std)
+            # A truth gives one range for all columns: that of each would be an answer.
+            from_truth = bounds is None and public is None and are_vectors(true_inputs)
+            least, most = torch.aminmax(true_inputs) if from_truth else (torch.zeros(()), torch.ones(()))
+            ends: Bounds = (float(least), float(most)) if from_truth else bounds
+            space = space_of_vectors_sent(*data, names, ends, mean, std)
     chosen = _usual_attacks(space, model) if attack is None or attack == ADAPTIVE else [attack]
     made = named("attack", chosen, lambda text: make_attack(text, own=True), problems)
     loss = loss or usual_loss(model)
@@ -141,7 +146,8 @@ def invert_update(
     classes = count_classes(model, blank[:1])
     (centre, scale), _ = pixel_statistics(bounds, mean, std, [] if public is None else [public[0]])
     space = space or ImageSpace(shape, centre, scale)
-    refuse(list(_unlikely(space, true_inputs, given, classes, bounds is not None)))
+    classified = {"labels": given, "truth's labels": true_labels if _are_classes(true_labels) else None}
+    refuse(list(_unlikely(space, true_inputs, classified, classes, bounds is not None)))
     (protection,) = against.values()
     public = None if public is None else tuple(value.to(device) for value in public)
     domain = Domain(space, classes, *(public or ()))
@@ -152,8 +158,10 @@ def invert_update(
     update = {**_unreached(client, update, try_on), **update}
     refuse(list(_misfits(client, update)))
     seen = Observation(client.params(), {n: v.detach().unsqueeze(0) for n, v in update.items()}, examples, (0,))
-    if defence == "none":
-        refuse(list(_contradictions(seen, client, blank[:1], given)))
+    plain = client.step is None and client.send is None and not client.batch
+    known, whose = (true_labels, "truth's labels") if given is None else (given, "labels")
+    if plain:
+        refuse(list(_contradictions(seen, client, blank[:1], known if _are_classes(known) else None, whose)))
     sent = _SentUpdate(seen, client, given, None if public is None else Batch(*public), Key(seed, (Stream.ATTACK,)))
     *closed, last = made.values()
     answers: list[tuple[float, Attack, bool, Reconstruction]] = []
@@ -176,12 +184,13 @@ def invert_update(
         metrics = _scores(space, images, found.targets, truth_views, true_labels)
     labels_of = found.targets[0].detach()
     views = None if true_inputs is None else space.view(true_inputs.detach().cpu())
-    told_labels = true_labels if given is None else given
-    of_truth = math.nan
-    if true_inputs is not None and told_labels is not None and defence == "none" and not words:
-        of_truth = sent.distance_of(
-            placed(true_inputs, device, dtype).unsqueeze(0), told_labels.to(device).unsqueeze(0)
-        )
+    told_labels, of_truth = given if true_labels is None else true_labels, math.nan
+    if true_inputs is not None and told_labels is not None and _are_classes(told_labels) and plain and not words:
+        whole = Batch(placed(true_inputs, device, dtype), told_labels.to(device))
+        # What the client drew, and which examples were in which of its steps, nobody knows.
+        drawn = set(client.noise_spec(params, whole)) - ({local.order} if local is not None else set())
+        if not drawn and not in_parts(client, whole):
+            of_truth = sent.distance_of(*(value.unsqueeze(0) for value in whole))
     return Inverted(
         images,
         labels_of,
@@ -266,12 +275,13 @@ class _SentUpdate:
     def distance_of(self, inputs: Tensor, targets: Tensor) -> float:
         """Return how far what a client with these examples sends is from the update, relative, of the worst tensor.
 
-        Of the client's noise nothing is known. One factor for all tensors is free: clients clip, and sum or average.
+        Of the client's noise nothing is known. One factor above zero is free for all tensors: clients clip, and sum or
+        average.
         """
         again = self.seen.simulate(self.client, inputs, targets)
         again = {name: value.detach() for name, value in again.items()}
         both = sum(float((again[name] * value).sum()) for name, value in self.seen.update.items())
-        factor = both / max(sum(float(value.square().sum()) for value in again.values()), math.ulp(0))
+        factor = max(both, 0.0) / max(sum(float(value.square().sum()) for value in again.values()), math.ulp(0))
         sizes = {name: float(value.norm()) for name, value in self.seen.update.items()}
         least = _COUNTS * math.hypot(*sizes.values())
         off = {name: float((factor * again[name] - value).norm()) for name, value in self.seen.update.items()}
@@ -374,7 +384,7 @@ def _wrong(
         )
     if shape is not None and len(shape) == 3 and shape[2] == 3 and shape[0] not in (1, 3):
         yield Problem("shape", f"is {shape}: the three colours come last", f"put them first: {(3, *shape[:2])}")
-    if not (isinstance(examples, int) and examples >= 1):
+    if isinstance(examples, bool) or not (isinstance(examples, int) and examples >= 1):
         yield Problem("examples", f"is {examples!r}", "give how many examples the update is made from")
         return
     for name, value in (("labels", labels), ("truth", inputs), ("truth's labels", true_labels)):
@@ -384,14 +394,15 @@ def _wrong(
 
 
 def _unlikely(
-    space: Space, truth: Tensor | None, labels: Tensor | None, classes: int, bounded: bool
+    space: Space, truth: Tensor | None, labels: Mapping[str, Tensor | None], classes: int, bounded: bool
 ) -> Iterator[Problem]:
     """Find a truth that no attacker could reach, and classes that the model does not have.
 
     Numbers of a row may lie outside those of public rows, unless the caller `bounded` them.
     """
-    if labels is not None and len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        yield Problem("labels", f"are {labels.tolist()}", f"the model has {classes} classes: give 0 to {classes - 1}")
+    for name, each in labels.items():
+        if each is not None and len(each) and not 0 <= int(each.min()) <= int(each.max()) < classes:
+            yield Problem(name, f"are {each.tolist()}", f"the model has {classes} classes: give 0 to {classes - 1}")
     if truth is None or "tokens" in space.offers:
         return
     limits = space.bounds(truth) if bounded else space.limits(truth)
@@ -463,21 +474,34 @@ def _some(names: Sequence[str]) -> str:
     return f"'{names[0]}'{more}"
 
 
-def _contradictions(seen: Observation, client: Client, example: Tensor, labels: Tensor | None) -> Iterator[Problem]:
-    """Find an update with its sign turned, and labels that the last layer's bias contradicts."""
+def _are_classes(labels: Tensor | None) -> bool:
+    """Whether labels are class numbers [B], not probabilities or other targets."""
+    return labels is not None and labels.dim() == 1 and labels.dtype == torch.long
+
+
+def _contradictions(
+    seen: Observation, client: Client, example: Tensor, labels: Tensor | None, whose: str
+) -> Iterator[Problem]:
+    """Find an update with its sign turned, and labels that the gradient of the logits' bias contradicts."""
     found = class_signs(client, seen.update, example)
     if found is None:
         return
-    last, signs = found
-    below = (signs[0] < 0).nonzero().flatten().tolist()
+    name, signs = found
+    below, above = (set((sign * signs[0] > 0).nonzero().flatten().tolist()) for sign in (-1, 1))
+    told = None if labels is None else set(labels.tolist())
     if sign_is_turned(signs[0], seen.examples):
-        what = f"has its sign turned, as new minus old parameters have: '{last}.bias' is below zero for {len(below)} "
-        what += f"classes, where only those of the {plural(seen.examples, 'example')} can be"
+        what = f"has its sign turned, as new minus old parameters have: '{name}' is below zero for {len(below)} "
+        what += f"class{'' if len(below) == 1 else 'es'}, where only those of the "
+        what += f"{plural(seen.examples, 'example')} can be"
         yield Problem("update", what, "give old minus new: {name: -value for name, value in update.items()}")
-    elif labels is not None and (missing := sorted(set(below) - set(labels.tolist()))):
-        what = f"are {labels.tolist()}, and the gradient of '{last}.bias' is below zero for class "
+    elif told is not None and (missing := sorted(below - told)):
+        what = f"are {sorted(told)}, and the gradient of '{name}' is below zero for class "
         what += f"{listing(map(str, missing))}, as it is only where an example has that label"
-        yield Problem("labels", what, "give the right ones, or leave labels= out: they are restored")
+        remedy = "give the right ones, or leave them out: they are restored; or name what else the client does: its "
+        remedy += "loss=, local= or defence="
+        if above and above <= told:
+            remedy += "; or give the negative of the update, if it is new minus old parameters"
+        yield Problem(whose, what, remedy)
 
 
 def _scores(

@@ -125,7 +125,7 @@ class Inverted:
             yield f"Prepared: {'; '.join(self.prepared)}."
         if len(self.images) > 1 and float((self.images - self.images[:1]).double().abs().max()) < _SAME:
             yield f"All {len(self.images)} are the same: is the update of one example?"
-        settings = "weights, mode (train or eval), loss, defence= and local="
+        settings = "weights, sign, mode (train or eval), loss, defence= and local="
         if self.of_truth > _UNEXPLAINED:
             off = percent(self.of_truth)
             yield f"The update of the truth itself is {off} off: it was not made with these {settings}."

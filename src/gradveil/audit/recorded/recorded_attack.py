@@ -180,7 +180,7 @@ def doubts(experiment: Experiment, observed: Observed, trial: TrialAddress, inpu
         believed, seen.update, placed(inputs[0], next(iter(seen.params.values())).device, experiment.dtype)
     )
     if signs is not None and sign_is_turned(signs[1][0], client.examples):
-        yield f"'{signs[0]}.bias' has the sign of new minus old parameters: record gradients, or old minus new"
+        yield f"'{signs[0]}' has the sign of new minus old parameters: record gradients, or old minus new"
     if config.data.name == UNSEEN and config.data.mean is None:
         lower, upper = experiment.space.bounds(inputs)
         share = float(((inputs <= lower) | (inputs >= upper)).double().mean())
