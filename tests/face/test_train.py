@@ -98,6 +98,7 @@ def test_own_losses_are_used() -> None:
     [
         ({"rounds": 0}, {"rounds"}),
         ({"clientz": 3}, {"clientz"}),
+        ({"progress": None}, {"progress"}),
         ({"defences": ["nope"], "data_set": 1}, {"defences[0]"}),
         ({"seeds": [1]}, {"seeds"}),
         ({"model": nn.Linear}, {"model"}),

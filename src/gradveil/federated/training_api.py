@@ -161,6 +161,8 @@ def train_model(
         for name, examples in (("data", data), ("test", test))
     )
     problems = list(_wrong_objects(model, data, test, settings))
+    if not isinstance(progress, bool):
+        problems.append(Problem("progress", f"is {progress!r}", "give True or False"))
     against = named("defences", defences, partial(parse, own=True), problems)
     refuse(problems)
     splits = _splits(model, data, test, columns, bounds, mean, std)
