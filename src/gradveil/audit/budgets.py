@@ -87,7 +87,7 @@ def restarts_worth(attack: Inversion) -> float:
 
 
 def spends(attack: Attack) -> bool:
-    """Say whether there is something to cut: iterations of a search, or updates of a learner."""
+    """Return whether an attack has iterations, or updates that it learns from, which a budget limits."""
     return isinstance(attack, Inversion | Learned)
 
 

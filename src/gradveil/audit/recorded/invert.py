@@ -509,11 +509,10 @@ def _scores(
 ) -> dict[str, float]:
     """Score images [B, C, H, W] against the truth, in the order that fits best."""
     matched = space.match(images.unsqueeze(0), truth.unsqueeze(0))[1]
-    found = {name: float(score.mean()) for name, score in space.scores(matched, truth.unsqueeze(0)).items()}
+    scores = space.scores(matched, truth.unsqueeze(0))
+    found = {name: float(score.mean()) for name, score in scores.items()}
     if len(images) > 1 and "ssim" in found:
-        found["recovered"] = float(
-            (space.scores(matched, truth.unsqueeze(0))["ssim"] > space.threshold).double().mean()
-        )
+        found["recovered"] = float((scores["ssim"] > space.threshold).double().mean())
     if true_labels is not None:
         found["label_accuracy"] = float(label_accuracy(labels, true_labels.unsqueeze(0)).mean())
     return found
