@@ -43,7 +43,8 @@ def quick_tables(key: str, runs: Path, end: float) -> int:
             continue
         start, expected, notes = time.time(), len(row_runs(study, entry.name, "quick")), list[str]()
         try:
-            records = study.run(entry.name, "quick", runs=runs, seconds=max(end - start, 0.0), tell=notes.append)
+            left = max(end - start, 0.0)
+            records = study.run(entry.name, "quick", runs=runs, seconds=left, tell=notes.append, progress=False)
         except GradveilError as error:  # refused rows are named after the others of the table
             bad += 1
             print(f"FAILED {key} {entry.name}:\n       {error}", flush=True)
