@@ -123,9 +123,9 @@ class PaperStudy(Study):
         todo = row_runs(self, table, scale, rows, columns, settings, changes, attack, only)
         if scale == "quick":
             todo, seconds = sorted(todo, key=modelled), QUICK_SECONDS if seconds is None else seconds
-            if missing := {each.data for each in todo if not each.has_data(data_dir)}:
-                names = ", ".join(sorted(missing))
-                tell(f"NO DATA: {names} not found, bundled images instead. This only shows that it runs.")
+            reasons = {name: each.missing_data(data_dir) for name, each in {one.data: one for one in todo}.items()}
+            if missing := ", ".join(f"{name} ({reason})" for name, reason in sorted(reasons.items()) if reason):
+                tell(f"NO DATA: {missing}. Bundled images take its place, which only shows that it runs.")
                 todo, runs, record = [stand_in_data(each) for each in todo], runs / "bundled-images", False
         into = folder_to_write(records) / self.key if record else None
         workers = workers or (1 if seconds is not None else None)  # starting processes takes longer than such rows

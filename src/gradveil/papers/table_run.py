@@ -83,13 +83,13 @@ class RowRun:
         """The name of its data."""
         return self.config().data.name
 
-    def has_data(self, data_dir: Path | None) -> bool:
-        """Return whether its data can be read."""
+    def missing_data(self, data_dir: Path | None) -> str:
+        """Return why its data cannot be read; nothing if they can."""
         try:
             load(self.data, size=32, data_dir=data_dir, limit_public=1, limit_private=1)
-        except GradveilError:
-            return False
-        return True
+        except GradveilError as error:
+            return str(error)
+        return ""
 
     def finished(self, root: Path) -> list[Record]:
         """Read it if it is finished with these settings, below a folder of paper runs."""
