@@ -34,7 +34,7 @@ test-processes: $(VENV)/.dev browser ## run the tests that start other processes
 	@$(PYTEST) -n $(JOBS) --dist loadfile -m processes \
 	  -o testpaths="$$(grep -rl 'mark\.processes' tests --include='test_*.py' | sort | tr '\n' ' ')" $(ARGS)
 
-papers-quick: $(VENV)/.core ## run every table of the five papers at quick scale (up to an hour)
+papers-quick: $(VENV)/.hub ## run every table of the five papers at quick scale (up to an hour)
 	@$(QUIET) $(BIN)/python -m benchmarks.papers_quick $(ARGS)
 
 lint: $(VENV)/.dev ## check style, formatting and types
@@ -79,6 +79,10 @@ $(VENV)/.core: pyproject.toml constraints.txt
 	  echo "Making $(VENV) failed; on Debian or Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@$(PIP) $(TORCH_ARGS) torch
 	@$(PIP) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.hub: $(VENV)/.core
+	@$(PIP) -e '.[hub]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core

@@ -43,17 +43,20 @@ def quick_tables(key: str, runs: Path, end: float) -> int:
             continue
         start, expected, notes = time.time(), len(row_runs(study, entry.name, "quick")), list[str]()
         try:
-            records = study.run(entry.name, "quick", runs=runs, seconds=max(end - start, 0.0), tell=notes.append)
+            left = max(end - start, 0.0)
+            records = study.run(entry.name, "quick", runs=runs, seconds=left, tell=notes.append, progress=False)
         except GradveilError as error:  # refused rows are named after the others of the table
             bad += 1
             print(f"FAILED {key} {entry.name}:\n       {error}", flush=True)
             continue
         failed = [record for record in records if record.status != "complete"]
-        data = "bundled images" if any(note.startswith("NO DATA") for note in notes) else "its data"
+        missing = [note for note in notes if note.startswith("NO DATA")]
+        data = "bundled images" if missing else "its data"
         state = "FAILED" if failed else "LEFT" if len(records) < expected else "ok"
         bad += state != "ok"
         lines = [f"{state:6} {key} {entry.name}: {len(records)} of {expected} rows, {data}, "]
         lines[0] += duration(time.time() - start)
+        lines += [f"       {note}" for note in missing]
         lines += [f"       {record.run}: {record.defence}, {record.attack}: {record.status}" for record in failed]
         print("\n".join(lines), flush=True)
     return bad

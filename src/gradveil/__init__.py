@@ -240,7 +240,7 @@ def open_run(path: Path | str) -> Result | TrainResult:
 
 def invert(
     model: nn.Module,
-    update: Mapping[str, Any],
+    update: Mapping[str, Any] | Sequence[Any],
     attack: str | Attack | None = None,
     *,
     tokenizer: Any = None,
@@ -261,17 +261,17 @@ def invert(
 ) -> Inverted:
     """Attack one update of a model, and return what it shows of the examples that it was made from.
 
-    `update` holds a tensor for each trained parameter by name: the mean gradient, or with `local` the parameters before
-    local training minus those after it: an update with its sign turned is refused where the last layer's bias shows it,
-    and so are labels that it contradicts. Parameters that the loss does not depend on may be None or missing. Without
-    `labels` the attack restores them from the update, where it can, and the result says so. The update is of one
-    example unless `labels`, `truth` or `examples` say of how many; an input has the `shape` (channels, height, width),
-    that of the truth or of `model.input_shape`. Inputs are (pixel - mean) / std with pixels in [0, 1], or lie in
-    `bounds` (if nothing is said in [0, 1], or between the least and the largest of `public` where those exceed it).
-    `defence` is what the update's client has (attacks that simulate it learn of it); one that adds layers draws their
-    weights from `seed`: give the `model` that has the client's instead. `public` are examples for attacks that train on
-    them. `truth`, inputs or (inputs, labels), is only compared with the answer. `prepare=True` attacks a copy of the
-    model, as `audit` does.
+    `update` holds a tensor for each trained parameter, by name or in the order of `model.parameters()`: the mean
+    gradient, or with `local` the parameters before local training minus those after it: an update with its sign
+    turned is refused where the last layer's bias shows it, and so are labels that it contradicts. Parameters that the
+    loss does not depend on may be None or missing. Without `labels` the attack restores them from the update, where
+    it can, and the result says so. The update is of one example unless `labels`, `truth` or `examples` say of how
+    many; an input has the `shape` (channels, height, width), that of the truth or of `model.input_shape`. Inputs are
+    (pixel - mean) / std with pixels in [0, 1], or lie in `bounds` (if nothing is said in [0, 1], or between the least
+    and the largest of `public` where those exceed it). `defence` is what the update's client has (attacks that
+    simulate it learn of it); one that adds layers draws their weights from `seed`: give the `model` that has the
+    client's instead. `public` are examples for attacks that train on them. `truth`, inputs or (inputs, labels), is
+    only compared with the answer. `prepare=True` attacks a copy of the model, as `audit` does.
 
     Without a name, or with `adaptive`, closed forms are tried first (`analytic`, `unmix`, `r-gap`). If a client with
     the examples of one sends nearly this update, it is taken. Otherwise a search is made, and the answer that comes

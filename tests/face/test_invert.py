@@ -367,6 +367,8 @@ def test_labels_that_the_update_contradicts_are_refused_unless_a_defence_may_hav
         ({"truth": torch.zeros(1, 12, 12)}, "truth"),
         ({"model": lambda images: images}, "model"),
         ({"update": {"1.weight": 3}}, "update['1.weight']"),
+        ({"update": [torch.ones(16, 144)]}, "update"),
+        ({"update": []}, "update"),
     ],
 )
 def test_arguments_that_cannot_be_meant_are_told(changes: dict[str, Any], where: str) -> None:
@@ -375,6 +377,36 @@ def test_arguments_that_cannot_be_meant_are_told(changes: dict[str, Any], where:
     with pytest.raises(gv.GradveilError) as caught:
         gv.invert(**given)
     assert where in [problem.where for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize("frozen", [(), ("1.weight",)])
+def test_an_update_may_be_a_list_in_the_order_of_the_parameters(frozen: tuple[str, ...]) -> None:
+    net = network()
+    for name in frozen:
+        net.get_parameter(name).requires_grad_(False)
+    sent = {name: value for name, value in backward(net, *example()).items() if name not in frozen}
+    given: dict[str, Any] = {"labels": [2], "shape": (1, 12, 12), "mean": MEAN, "std": STD}
+    found = [gv.invert(net, update, "ig(iterations=2)", **given) for update in (sent, [*sent.values()])]
+    assert torch.equal(found[0].images, found[1].images)
+
+
+def test_a_model_of_one_bare_layer_is_read_as_any_other() -> None:
+    layer, rows = nn.Linear(6, 3), torch.rand(1, 6, generator=torch.Generator().manual_seed(3))
+    found = gv.invert(layer, backward(layer, rows, torch.tensor([1])), shape=6, bounds=(0, 1), truth=(rows, [1]))
+    assert found.attack.startswith("analytic")
+    assert (found.labels.tolist(), found.restored) == ([1], True)
+    assert found.metrics["cells"] == 1
+
+
+def test_labels_that_do_not_fit_the_examples_that_explain_the_update_are_told() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(144, 64), nn.ReLU(), nn.Linear(64, 3))
+    inputs = torch.randn(4, 1, 12, 12, generator=torch.Generator().manual_seed(2))
+    update = backward(net, inputs, torch.tensor([0, 1, 2, 2]))
+    given: dict[str, Any] = {"truth": inputs, "bounds": (-4, 4)}
+    wrong, right = (gv.invert(net, update, "unmix", labels=labels, **given) for labels in ([0, 1, 1, 2], [2, 2, 1, 0]))
+    assert (wrong.contradicted, right.contradicted) == ((0, 1, 1, 2), ())
+    assert "The labels that were given, 0, 1, 1, 2, are not those of the update" in str(wrong)
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])

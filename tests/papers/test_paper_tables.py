@@ -210,6 +210,17 @@ def test_a_row_that_was_interrupted_between_two_trials_is_not_finished(tmp_path:
     assert (again.status, again.count) == ("complete", whole[0].count)
 
 
+def test_only_leaves_trainings_or_attacks_out_and_other_settings_have_a_folder_of_their_own() -> None:
+    both, attacks, trainings = (row_runs(STUDY, "T1", "quick", only=only) for only in (None, "attacks", "trainings"))
+    assert [row.place for row in attacks] == [row.place for row in both if not row.trains]
+    assert [row.place for row in trainings] == [row.place for row in both if row.trains]
+    assert trainings[0].command.endswith("--only trainings")
+    assert trainings[0].folder == both[-1].folder
+    changed = row_runs(STUDY, "T1", "quick", changes=["seeds=[0, 1]"])
+    assert not {row.folder for row in changed} & {row.folder for row in both}
+    assert len({row.folder for row in changed}) == len(changed)
+
+
 def test_row_runs_names_every_unknown_row_and_column() -> None:
     with pytest.raises(GradveilError) as error:
         row_runs(STUDY, "T1", "quick", ["CVB"], ["DLG"])

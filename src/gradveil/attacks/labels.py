@@ -18,7 +18,7 @@ from gradveil.client import Client, is_cross_entropy
 from gradveil.core.errors import Problem, fail
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
-from gradveil.core.tree import Tensors
+from gradveil.core.tree import Tensors, qualified
 from gradveil.core.types import Batch
 from gradveil.nn.module_paths import last_layer, logits_bias
 
@@ -36,10 +36,10 @@ _CLIPPED = 10.0
 
 def row_sums(update: Mapping[str, Tensor], last: str) -> Tensor:
     """Sum the last layer's gradient for each class: the bias gradient if it was sent, else the weight's row sums."""
-    bias = update.get(f"{last}.bias")
+    bias = update.get(qualified(last, "bias"))
     if bias is not None:
         return bias
-    weight = update.get(f"{last}.weight")
+    weight = update.get(qualified(last, "weight"))
     if weight is None:
         remedy = "grant the labels, or optimise them jointly (labels=joint)"
         raise fail("attack.labels", f"the last layer '{last}' was not sent", remedy)
@@ -155,7 +155,7 @@ def _of_gradient(
 ) -> Tensor:
     """Count the labels [V, K] of one gradient."""
     response, variance, signs = _responses(last, simulated_client, params, knowledge, key)
-    biased = f"{last}.bias" in update
+    biased = qualified(last, "bias") in update
     layer = _layer(update, last)
     sums, known, pruned = _complete(layer, biased)
     noise = torch.where(pruned, 0.0, _noise(layer))  # pruning breaks the sums
@@ -378,7 +378,7 @@ def label_problems(source: Labels, prospect: Prospect) -> Iterator[Problem]:
     simulated_client, examples, classes = prospect.simulated_client, prospect.examples, prospect.classes
     blank = next(iter(simulated_client.params().values())).new_zeros((examples, *prospect.shape))
     last, sent = last_layer(simulated_client.model, blank), set(simulated_client.trained())
-    if not {f"{last}.weight", f"{last}.bias"} & sent:
+    if not {qualified(last, "weight"), qualified(last, "bias")} & sent:
         problem = f"is {source}, and the last layer '{last}' is not trained, so that updates do not contain it"
         yield Problem("labels", problem, "train it, or choose labels=given or labels=joint")
     if source == "unique" and examples > classes:
@@ -392,7 +392,7 @@ def smallest_row(update: Mapping[str, Tensor], last: str) -> Tensor:
     The gradient of cross-entropy is p_c - 1 < 0 for the true class and p_c > 0 for the others. If no feature is
     negative, the weight's row has the same sign.
     """
-    weight = update.get(f"{last}.weight")
+    weight = update.get(qualified(last, "weight"))
     rows = row_sums(update, last) if weight is None else weight.flatten(2).sum(-1)
     return rows.argmin(1, keepdim=True)
 
@@ -402,7 +402,7 @@ def smallest_entries(update: Mapping[str, Tensor], last: str, examples: int) -> 
 
     This assumes that no label repeats and no feature is negative.
     """
-    weight = update.get(f"{last}.weight")
+    weight = update.get(qualified(last, "weight"))
     smallest = row_sums(update, last) if weight is None else weight.flatten(2).amin(-1)
     if examples > smallest.shape[1]:
         problem = f"{examples} examples cannot have different labels among {smallest.shape[1]} classes"

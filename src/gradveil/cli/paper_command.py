@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 paper = typer.Typer(no_args_is_help=True, help="Run the papers' tables, and compare the printed numbers with ours.")
 
 _SCALES = ("quick", "standard", "paper")
+_ONLY = ("attacks", "trainings")
 _FORMATS = ("text", "markdown", "latex", "html", "json", "csv")
 _NOT_SHOWN = "Quick scale shows that the table runs: with so few targets and iterations, no number can be compared."
 _HELP = {
@@ -33,6 +34,7 @@ _HELP = {
     "records": "Folder of the records. Default: benchmarks/results/papers of the checkout.",
     "of_scale": "Only runs of this scale.",
     "attack": "Run this attack in place of the table's, such as adaptive, which fills the column of that name.",
+    "only": "Leave the table's attacks or its trainings out.",
     "all": "Include groups of settings and of numbers in the text.",
     "format": "How to write the table. html draws a figure of the paper again.",
     "out": "File to write instead of the terminal.",
@@ -122,6 +124,7 @@ def run_table(
     settings: Annotated[list[str] | None, typer.Option(help=_HELP["settings"])] = None,
     changes: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_HELP["set"])] = None,
     attack: Annotated[str, typer.Option("--attack", metavar="NAME", help=_HELP["attack"])] = "",
+    only: Annotated[str | None, typer.Option(click_type=click.Choice(_ONLY), help=_HELP["only"])] = None,
     runs: RunsOption = _RUNS,
     data_dir: DataDirOption = None,
     workers: Annotated[int | None, typer.Option(min=1, help=_HELP["workers"])] = None,
@@ -138,7 +141,7 @@ def run_table(
         typer.echo(f"{entry.name}: nothing to run. {entry.reason}")
         return 0
     chosen: Any = {"rows": rows or (), "columns": columns or (), "settings": settings or (), "changes": changes or ()}
-    chosen["attack"] = attack
+    chosen |= {"attack": attack, "only": only}
     cost = study.cost(table, scale, **chosen, workers=workers, records=records)  # type: ignore[arg-type]
     most = ", at most 90 s at a time" if scale == "quick" else ""
     typer.echo(f"{entry.name} at scale {scale}: {cost.runs} rows, about {cost.text}{most}.", err=True)

@@ -12,6 +12,15 @@ Tensors = dict[str, Tensor]
 """Tensors by name: parameters, an update, noise, a state. Dots separate the levels of a name (`under`, `select`)."""
 
 
+def qualified(path: str, name: str) -> str:
+    """Name a tensor of the module at a path as the model does; the model itself has the empty path.
+
+    >>> qualified("head", "weight"), qualified("", "weight")
+    ('head.weight', 'weight')
+    """
+    return f"{path}.{name}" if path else name
+
+
 def multiplied(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> Tensors:
     """Multiply tensors that are in both dictionaries; keep those that are in only one."""
     product = {name: value * first[name] if name in first else value for name, value in second.items()}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.client import Client
-from gradveil.core.tree import Tensors, single
+from gradveil.core.tree import Tensors, qualified, single
 from gradveil.core.types import Batch
 from gradveil.federated.weight_gradients import (
     CONVOLUTIONS,
@@ -411,7 +411,7 @@ class Pass:
     @property
     def unseen(self) -> tuple[str, ...]:
         """Names of sent matrices (and larger tensors) that belong to no inspected layer."""
-        inspected = {self._names.get(f"{path}.weight") for path in self.layers}
+        inspected = {self._names.get(qualified(path, "weight")) for path in self.layers}
         within = tuple(f"{path}." for path in self.layers if path)
         matrices = [name for name, value in self.sent.items() if value.ndim > 1 and bool(value.any())]
         return tuple(name for name in matrices if name not in inspected and not name.startswith(within))
@@ -501,7 +501,7 @@ class Pass:
         If torch computes the weight from other tensors (weight norm), only updates of those are sent. Where they agree
         with the gradients of those tensors, the weight's own gradient is as good as sent.
         """
-        if f"{path}.weight" in self._names:
+        if qualified(path, "weight") in self._names:
             return self._sent_parameter(path, "weight")
         sources = {
             name: f"{path}.{name}" for name, _ in gradients.module.named_parameters() if f"{path}.{name}" in self.sent
@@ -574,7 +574,7 @@ class Pass:
         turned = torch.where(length.isfinite()[:, None], x * length[:, None], 0.0)
         inputs, update = Inputs(errors / length[:, None]), None if sent is None else sent.T
         sets = _sets(inputs, turned, length, update, turned != 0)
-        weight = _maybe_wide(self.params.get(self._names.get(f"{path}.weight", "")))
+        weight = _maybe_wide(self.params.get(self._names.get(qualified(path, "weight"), "")))
         if update is not None and weight is not None:
             silent = ((errors @ weight.flatten(1) == 0) | (turned == 0)).all(0) & (turned != 0).any(0)
             quiet = turned[:, silent]

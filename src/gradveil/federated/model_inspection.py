@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.settings import Choice
+from gradveil.core.tree import qualified
 from gradveil.nn.module_paths import last_layer
 
 Family = Literal["imprint", "trap", "quantile", "extreme", "fishing", "jump", "not finite", "leak", "malice"]
@@ -188,7 +189,7 @@ def _last(model: nn.Module | None, layers: Mapping[str, Tensor]) -> str | None:
         path = last_layer(model) if model is not None else ""
     except GradveilError:
         path = ""
-    if (name := f"{path}.weight" if path else "weight") in layers and model is not None:
+    if (name := qualified(path, "weight")) in layers and model is not None:
         return name
     matrices = [name for name, value in layers.items() if value.ndim == 2]
     return min(reversed(matrices), key=lambda name: len(layers[name]), default=None)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gradveil.attacks.closed_form.independent_images import differences, independent, spanned, whitening
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
+from gradveil.core.tree import qualified
 from gradveil.nn.module_paths import call_on, caught_inputs, evaluating, first_layer
 
 MOST = 64
@@ -106,7 +107,7 @@ def separated_from(
     if not inputs.is_floating_point() or not len(inputs):
         return "", frozenset()
     path = first_layer(model, inputs[:1])
-    rows = sent.get(f"{path}.weight" if path else "weight")
+    rows = sent.get(qualified(path, "weight"))
     if rows is None:
         return path, frozenset()
     with evaluating(model), torch.no_grad(), caught_inputs(model, path) as caught:

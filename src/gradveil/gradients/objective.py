@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from gradveil.core.errors import fail
-from gradveil.core.tree import Tensors, plain
+from gradveil.core.tree import Tensors, plain, qualified
 from gradveil.core.types import Batch, Features, Loss
 from gradveil.nn.module_paths import call_on, caught_by_linear
 from gradveil.nn.stochastic import buffer_places, collect_penalties
@@ -90,7 +90,7 @@ class Objective:
         found: dict[str, tuple[dict[str, Tensor | None], str]] = {}
         for path, module in cast("Iterable[tuple[str, nn.Module]]", self.model.named_modules()):
             for kept in (vars(module)["_parameters"], vars(module)["_buffers"]):
-                found |= {f"{path}.{local}" if path else local: (kept, local) for local in kept}
+                found |= {qualified(path, local): (kept, local) for local in kept}
         return found
 
     def _lent(self, tensors: Tensors, inputs: Tensor) -> Tensor:

@@ -195,7 +195,7 @@ def _found(
     """Look for a difference; again in float64, where rounding does not say on which side of a kink a value is."""
     real = trained, frozen, batch, noise
     try:
-        objective, trained, frozen, batch = _made_up(objective, trained, frozen, batch, noise)
+        objective, trained, frozen, batch = _made_up(objective, trained, frozen, batch)
         found = difference(objective, trained, frozen, batch, noise)
     except (*UNFIT, AssertionError) as error:
         reference_gradients(objective, *real)  # a model that nothing fits is refused
@@ -215,9 +215,12 @@ def _found(
 
 
 def _made_up(
-    objective: Objective, trained: Tensors, frozen: Tensors, batch: Batch, noise: Tensors
+    objective: Objective, trained: Tensors, frozen: Tensors, batch: Batch
 ) -> tuple[Objective, Tensors, Tensors, Batch]:
-    """Return weights, statistics and examples to try, of the same shapes; labels are of every class there is."""
+    """Return weights, statistics and examples to try, of the same shapes, and a loss that takes any whole numbers.
+
+    These go through all classes, once the outputs of the step that is tried say how many there are.
+    """
     given = objective.buffers()
     own = {n: v.to(given[n].dtype) for n, v in replace(objective, replaced={}).buffers().items()}
     objective = replace(objective, replaced=own | made_up.statistics(given))
@@ -226,17 +229,13 @@ def _made_up(
     if batch.targets.dtype.is_floating_point:
         return objective, trained, frozen, Batch(inputs, made_up.numbers(batch.targets, "targets"))
 
-    def outputs(x: Tensor, own_noise: Tensors) -> Tensor:
-        return objective.outputs({**trained, **frozen}, x, own_noise)
+    loss = objective.loss
 
-    shape = vmap(outputs)(inputs[:1], {name: value[:1] for name, value in noise.items()})[0].shape
-    return objective, trained, frozen, Batch(inputs, _labels(batch.targets, batch.targets[0], shape))
+    def of_any_class(outputs: Tensor, targets: Tensor) -> Tensor:
+        return loss(outputs, targets % _classes(targets, outputs.shape))
 
-
-def _labels(like: Tensor, examples: Tensor, outputs: torch.Size) -> Tensor:
-    """Make labels of target clients [V, B, ...] that go through all classes of outputs [B, ...]."""
-    places = torch.arange(like.numel(), device=like.device)
-    return (places % _classes(examples, outputs)).view(like.shape).to(like.dtype)
+    targets = torch.arange(batch.targets.numel(), device=inputs.device).view(batch.targets.shape)
+    return replace(objective, loss=of_any_class), trained, frozen, Batch(inputs, targets.to(batch.targets))
 
 
 def _classes(examples: Tensor, outputs: torch.Size) -> int:
@@ -304,7 +303,7 @@ def _loss_obstacle(
         outputs = objective.outputs({**trained, **frozen}, batch.inputs[0], {k: v[0] for k, v in noise.items()})
     # As many rows as show every class, where the batch has fewer.
     count = max(len(batch.targets), -(-_classes(examples, outputs.shape) // max(1, examples.numel())))
-    labels = _labels(examples.new_empty((count, *examples.shape)), examples, outputs.shape)
+    labels = torch.arange(count * examples.numel(), device=outputs.device).view(count, *examples.shape).to(examples)
 
     def mean(given: Tensor, targets: Tensor) -> Tensor:
         return objective.total(given, targets, [])

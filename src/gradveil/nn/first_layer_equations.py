@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradveil.core.errors import Problem
-from gradveil.core.tree import Tensors
+from gradveil.core.tree import Tensors, qualified
 from gradveil.nn.module_paths import at, call_on, caught_inputs, evaluating, first_layer
 
 _REMEDY = "choose another attack, such as ig; this one is for models whose first layer reveals its input"
@@ -40,7 +40,7 @@ class InputEquations:
     @property
     def weight(self) -> str:
         """Name of the layer's weight."""
-        return f"{self.path}.weight"
+        return qualified(self.path, "weight")
 
 
 def shown(
@@ -61,8 +61,8 @@ def shown(
         what = f"begins with a {kind} '{path}', not with a linear layer of the {prod(shape)} {parts}"
         return None, [Problem("model", what, _REMEDY)]
     outputs = _outputs(layer)
-    if f"{path}.weight" not in trained:
-        return None, [Problem("update", f"{path}.weight is not sent", _REMEDY)]
+    if qualified(path, "weight") not in trained:
+        return None, [Problem("update", f"{qualified(path, 'weight')} is not sent", _REMEDY)]
     if len(pixels) > outputs:
         what = f"has {len(pixels)} patches and only {outputs} outputs of each: more unknowns than equations"
         return None, [Problem("model", what, _REMEDY)]
@@ -78,7 +78,7 @@ def shown(
 
 def _is_shared(model: nn.Module, params: Tensors, path: str, shape: tuple[int, ...]) -> bool:
     """Return whether another layer also uses the first layer's weight and contributes to its gradient."""
-    weight, image = params[f"{path}.weight"].detach().clone().requires_grad_(), _some_image(params, shape)
+    weight, image = params[qualified(path, "weight")].detach().clone().requires_grad_(), _some_image(params, shape)
     layer, calls = at(model, path), list[tuple[Tensor, Tensor]]()
 
     def record(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -87,7 +87,7 @@ def _is_shared(model: nn.Module, params: Tensors, path: str, shape: tuple[int, .
     hook = layer.register_forward_hook(record)
     try:
         with evaluating(model), torch.enable_grad():
-            loss = _some_loss(call_on(model, {**params, f"{path}.weight": weight}, image))
+            loss = _some_loss(call_on(model, {**params, qualified(path, "weight"): weight}, image))
             whole, error = torch.autograd.grad(loss, [weight, calls[0][1]])
     finally:
         hook.remove()
@@ -159,7 +159,7 @@ def _addend(
     try:
         with evaluating(model), torch.enable_grad():
             loss = _some_loss(call_on(model, live, _some_image(params, shape)))
-            names = [name for name in params if name in trained and name != f"{path}.weight"]
+            names = [name for name in params if name in trained and name != qualified(path, "weight")]
             *grads, error = torch.autograd.grad(loss, [*(live[n] for n in names), answers[0]], allow_unused=True)
     finally:
         hook.remove()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradveil.core.errors import Problem
-from gradveil.core.tree import Tensors
+from gradveil.core.tree import Tensors, qualified
 from gradveil.nn.module_paths import call_on, evaluating
 
 LARGEST = 8192
@@ -74,12 +74,12 @@ class Link:
     @property
     def weight(self) -> str:
         """The name of the layer's weight."""
-        return _named(self.path, "weight")
+        return qualified(self.path, "weight")
 
     @property
     def bias(self) -> str | None:
         """The name of the layer's bias, if it has one."""
-        return None if self.layer.bias is None else _named(self.path, "bias")
+        return None if self.layer.bias is None else qualified(self.path, "bias")
 
 
 def chained(
@@ -158,10 +158,6 @@ def _same(a: Tensor, b: Tensor) -> bool:
     if a.numel() != b.numel() or a.dtype != b.dtype:
         return False
     return torch.allclose(a.flatten(), b.flatten(), rtol=0, atol=0, equal_nan=True)
-
-
-def _named(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _passed(model: nn.Module, params: Tensors, image: Tensor) -> list[tuple[str, nn.Module, Tensor, Tensor]]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from gradveil.core.errors import UNFIT, fail
+from gradveil.core.tree import qualified
 from gradveil.nn.stochastic import Stochastic
 
 
@@ -151,7 +152,7 @@ def downstream(model: nn.Module, inputs: Tensor) -> set[str]:
     entries: set[str] = set()
     for path, module in model.named_modules():
         if isinstance(module, Stochastic) and module.noisy_from and path in ran:
-            entry = f"{path}.{module.noisy_from}" if path else module.noisy_from
+            entry = qualified(path, module.noisy_from)
             if entry not in ran:
                 problem = f"declares that its noise enters '{module.noisy_from}', which a forward pass does not run"
                 raise fail(path or "model", problem, "set noisy_from to the first submodule after the noise")

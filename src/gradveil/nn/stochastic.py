@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.core.noise import Noise, NoiseSpec
-from gradveil.core.tree import Tensors
+from gradveil.core.tree import Tensors, qualified
 
 _penalties: ContextVar[list[Tensor] | None] = ContextVar("penalties", default=None)
 
@@ -83,7 +83,7 @@ def kept_noise(model: nn.Module) -> NoiseSpec:
     """Describe the tensors that a client of this model draws once and keeps private, over steps and rounds."""
     return NoiseSpec(
         {
-            f"{path}.{name}" if path else name: noise
+            qualified(path, name): noise
             for path, module in model.named_modules()
             if isinstance(module, Stochastic)
             for name, noise in module.kept().items()
@@ -117,18 +117,18 @@ def _keeping(model: nn.Module) -> Iterator[tuple[str, Stochastic]]:
 
 
 def _named(path: str, tensors: Mapping[str, Tensor]) -> Tensors:
-    return {f"{path}.{name}" if path else name: value for name, value in tensors.items()}
+    return {qualified(path, name): value for name, value in tensors.items()}
 
 
 def _of(path: str, module: Stochastic, tensors: Mapping[str, Tensor]) -> Tensors:
-    names = {name: f"{path}.{name}" if path else name for name in module.kept()}
+    names = {name: qualified(path, name) for name in module.kept()}
     return {name: tensors[whole] for name, whole in names.items() if whole in tensors}
 
 
 def noise_names(model: nn.Module) -> set[str]:
     """Return the names of all noise buffers of a model, supplied or not."""
     return {
-        f"{path}.{name}" if path else name
+        qualified(path, name)
         for path, module in model.named_modules()
         if isinstance(module, Stochastic)
         for name, _ in module.named_buffers(recurse=False)
@@ -142,7 +142,7 @@ def buffer_places(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
     places: list[tuple[str, nn.Module, str]] = []
     for path, module in model.named_modules():
         for local, _ in module.named_buffers(recurse=False):
-            name = f"{path}.{local}" if path else local
+            name = qualified(path, local)
             if name in carried:
                 places.append((name, module, local))
     return places
@@ -156,7 +156,7 @@ def model_noise(model: nn.Module, inputs: Tensor) -> NoiseSpec:
         def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
             assert isinstance(module, Stochastic)
             for name, noise in module.noise(arguments[0]).items():
-                noise_by_name[f"{path}.{name}" if path else name] = noise
+                noise_by_name[qualified(path, name)] = noise
 
         return hook
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from gradveil.core.errors import Problem, fail, refuse
-from gradveil.core.tree import Tensors, select
+from gradveil.core.tree import Tensors, qualified, select
 from gradveil.nn.normalisation import BatchStatistics, FrozenNorm
 
 _KEPT = ("running_mean", "running_var", "num_batches_tracked")
@@ -156,7 +156,7 @@ def names_in_order(model: nn.Module) -> list[str]:
         local += [n for n, v in module._buffers.items() if v is not None and n not in transient]
         if isinstance(module, BatchStatistics | FrozenNorm):
             local += [name for name in _KEPT if name not in local]
-        names += [f"{path}.{name}" if path else name for name in local]
+        names += [qualified(path, name) for name in local]
     return names
 
 

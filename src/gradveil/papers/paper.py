@@ -14,7 +14,7 @@ from gradveil.papers.cost_estimate import CostEstimate, estimate, modelled
 from gradveil.papers.records import Record, best, folder_to_write, read, records_folder, write
 from gradveil.papers.study import SCALES, Scale, Study, TableEntry, keys, read_printed
 from gradveil.papers.table_formats import FORMATS
-from gradveil.papers.table_run import row_runs, run_row, stand_in_data
+from gradveil.papers.table_run import Only, row_runs, run_row, stand_in_data
 
 RUNS = Path("runs") / "papers"
 """Where the runs of papers lie."""
@@ -73,12 +73,13 @@ class PaperStudy(Study):
         settings: Collection[str] = (),
         changes: Sequence[str] = (),
         attack: str = "",
+        only: Only | None = None,
         workers: int | None = None,
         runs: Path = RUNS,
         records: Path | None = None,
     ) -> CostEstimate:
         """Estimate the time of a table, or of some of its rows, columns and settings."""
-        todo = row_runs(self, table, scale, rows, columns, settings, changes, attack)
+        todo = row_runs(self, table, scale, rows, columns, settings, changes, attack, only)
         return estimate(todo, self.measured(runs, records), workers)
 
     def compare(self, table: str, runs: Path = RUNS, records: Path | None = None) -> ComparedTable:
@@ -101,6 +102,7 @@ class PaperStudy(Study):
         settings: Collection[str] = (),
         changes: Sequence[str] = (),
         attack: str = "",
+        only: Only | None = None,
         runs: Path = RUNS,
         data_dir: Path | None = None,
         workers: int | None = None,
@@ -109,19 +111,21 @@ class PaperStudy(Study):
         records: Path | None = None,
         seconds: float | None = None,
         tell: Told = lambda line: None,
+        progress: bool = True,
     ) -> list[Record]:
         """Run a table, row by row, and return the measurements; finished rows are only read.
 
-        `attack`, such as `adaptive`, takes the place of the table's attacks. After `seconds` no further row starts; at
-        quick scale the default is 60 s. Without the data files, quick scale uses bundled images: that shows that it
-        runs, and is never recorded or compared. Rows that are refused are named at the end, after the others.
+        `attack`, such as `adaptive`, takes the place of the table's attacks; `only` leaves its attacks or its trainings
+        out. `tell` gets a line per row, and `progress` prints the trials of a row. After `seconds` no further row
+        starts; at quick scale the default is 60 s. Without the data files, quick scale uses bundled images: that shows
+        that it runs, and is never recorded or compared. Rows that are refused are named at the end, after the others.
         """
-        todo = row_runs(self, table, scale, rows, columns, settings, changes, attack)
+        todo = row_runs(self, table, scale, rows, columns, settings, changes, attack, only)
         if scale == "quick":
             todo, seconds = sorted(todo, key=modelled), QUICK_SECONDS if seconds is None else seconds
-            if missing := {each.data for each in todo if not each.has_data(data_dir)}:
-                names = ", ".join(sorted(missing))
-                tell(f"NO DATA: {names} not found, bundled images instead. This only shows that it runs.")
+            reasons = {name: each.missing_data(data_dir) for name, each in {one.data: one for one in todo}.items()}
+            if missing := ", ".join(f"{name} ({reason})" for name, reason in sorted(reasons.items()) if reason):
+                tell(f"NO DATA: {missing}. Bundled images take its place, which only shows that it runs.")
                 todo, runs, record = [stand_in_data(each) for each in todo], runs / "bundled-images", False
         into = folder_to_write(records) / self.key if record else None
         workers = workers or (1 if seconds is not None else None)  # starting processes takes longer than such rows
@@ -136,7 +140,7 @@ class PaperStudy(Study):
                 tell(f"[{number}/{len(todo)}] {each.title}")
                 begun_rows += 1
                 try:
-                    measured = run_row(each, runs, data_dir, workers, fresh)
+                    measured = run_row(each, runs, data_dir, workers, fresh, progress)
                 except GradveilError as error:  # the other rows run; all that is refused is said together
                     tell(f"REFUSED: {each.title}")
                     for problem in error.problems:

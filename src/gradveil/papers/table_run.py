@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -38,6 +38,8 @@ from gradveil.papers.study import Cell, Scale, Study
 from gradveil.runs.pool import Processes, cores
 from gradveil.runs.task import Scheduler, Site, in_process
 
+Only = Literal["attacks", "trainings"]
+
 
 @dataclass(frozen=True)
 class RowRun:
@@ -56,8 +58,9 @@ class RowRun:
 
     @property
     def folder(self) -> Path:
-        """Where it lies below the folder of paper runs."""
-        names = [re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-") for text in (self.defence, self.attack or "training")]
+        """Where it lies below the folder of paper runs; other settings have a folder of their own."""
+        texts = (self.defence, " ".join([self.attack or "training", *self.changes]))
+        names = [re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-")[:200] for text in texts]
         return Path(self.study.key, self.scale, self.run, *names)
 
     @property
@@ -80,13 +83,13 @@ class RowRun:
         """The name of its data."""
         return self.config().data.name
 
-    def has_data(self, data_dir: Path | None) -> bool:
-        """Return whether its data can be read."""
+    def missing_data(self, data_dir: Path | None) -> str:
+        """Return why its data cannot be read; nothing if they can."""
         try:
             load(self.data, size=32, data_dir=data_dir, limit_public=1, limit_private=1)
-        except GradveilError:
-            return False
-        return True
+        except GradveilError as error:
+            return str(error)
+        return ""
 
     def finished(self, root: Path) -> list[Record]:
         """Read it if it is finished with these settings, below a folder of paper runs."""
@@ -123,11 +126,12 @@ def row_runs(
     settings: Collection[str] = (),
     changes: Sequence[str] = (),
     attack: str = "",
+    only: Only | None = None,
 ) -> list[RowRun]:
     """List what has to be run for a table, or for some of its rows, columns and settings (printed names).
 
     `changes` are settings that differ from those of the scale: `["target_clients=8"]`. `attack` takes the place of the
-    table's attacks, and leaves its trainings out.
+    table's attacks, and leaves its trainings out. `only` leaves its trainings or its attacks out.
     """
     entry = study.table(table)
     chosen = {"row": rows, "column": columns, "setting": settings}
@@ -136,11 +140,14 @@ def row_runs(
     groups: dict[tuple[str, str, str], list[Cell]] = {}
     for cell in cells:
         wanted = study.measurement(cell)
-        if wanted is None or (attack and not wanted.attack):
+        if wanted is None or (only == "trainings" and wanted.attack):
+            continue
+        if not wanted.attack and (attack or only == "attacks"):
             continue
         if all(not names or getattr(cell, key) in names for key, names in chosen.items()):
             groups.setdefault((wanted.run, wanted.defence, attack or wanted.attack), []).append(cell)
-    more = [word for change in changes for word in ("--set", change)] + (["--attack", attack] if attack else [])
+    more = [word for change in changes for word in ("--set", change)]
+    more += (["--attack", attack] if attack else []) + (["--only", only] if only else [])
     return [
         RowRun(study, *place, scale, tuple(changes), _command(study.key, entry.name, scale, members, more))
         for place, members in groups.items()
@@ -186,11 +193,16 @@ def running_code() -> str:
 
 
 def run_row(
-    row: RowRun, root: Path, data_dir: Path | None = None, workers: int | None = None, fresh: bool = False
+    row: RowRun,
+    root: Path,
+    data_dir: Path | None = None,
+    workers: int | None = None,
+    fresh: bool = False,
+    progress: bool = True,
 ) -> list[Record]:
     """Run what is not finished of a row, and return its measurements."""
     config, folder = row.config(), root / row.folder
-    console = Console(stderr=True, markup=False)
+    console = Console(stderr=True, quiet=not progress, markup=False)
     if isinstance(config, TrainConfig):
         _train(config, folder, data_dir, workers, fresh, row.command)
     else:

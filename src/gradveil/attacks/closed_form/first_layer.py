@@ -33,6 +33,7 @@ from gradveil.core.errors import Problem, refuse
 from gradveil.core.noise import Key
 from gradveil.core.settings import Checked
 from gradveil.core.streams import Stream
+from gradveil.core.tree import qualified
 from gradveil.nn.first_layer_equations import InputEquations, shown
 from gradveil.nn.module_paths import call_on
 
@@ -226,7 +227,7 @@ class _Mixture:
         self.examples, self.shape = targets.shape[1], (*targets.shape, *knowledge.space.shape)
         self.hot = nn.functional.one_hot(targets, knowledge.classes).to(self.weight)
         self.lower, self.upper = knowledge.space.bounds(self.weight)
-        name, params = f"{layer.path}.bias", seen.params
+        name, params = qualified(layer.path, "bias"), seen.params
         fixed = {**params, **simulated_client.objective.buffers()}
 
         # An offset of the bias shifts the layer's outputs: the derivative by it is J.

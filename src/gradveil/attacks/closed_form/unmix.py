@@ -44,7 +44,7 @@ from gradveil.core.noise import Key
 from gradveil.core.settings import Checked
 from gradveil.core.space import ExampleWords, Space
 from gradveil.core.streams import Stream
-from gradveil.core.tree import Tensors
+from gradveil.core.tree import Tensors, qualified
 from gradveil.nn.first_layer_equations import InputEquations, shown
 from gradveil.nn.module_paths import at, call_on, caught_inputs, evaluating, last_layer
 from gradveil.spaces import TableSpace
@@ -201,7 +201,7 @@ class _MixedGradients:
         self.finite = self.gradient.isfinite().flatten(1).all(1) & self.bias.isfinite().all(1)
         known = self.finite.view(-1, 1, 1)
         self.gradient, self.bias = torch.where(known, self.gradient, 0.0), torch.where(known[..., 0], self.bias, 0.0)
-        weight, name = seen.params[layer.weight].flatten(1).double(), f"{layer.path}.bias"
+        weight, name = seen.params[layer.weight].flatten(1).double(), qualified(layer.path, "bias")
         self.weight = torch.zeros_like(weight).index_copy_(1, layer.pixels[0], weight)
         self.offset = seen.params[name].double() if name in seen.params else torch.zeros_like(self.weight[:, 0])
         lower, upper = space.bounds(self.gradient)
@@ -397,14 +397,14 @@ def _output_errors(inputs: Tensor, seen: Observation, client: Client) -> tuple[T
     The last layer's gradient is E^T A, with A the inputs of the layer at the images and E the errors of its outputs.
     """
     last = last_layer(client.model, inputs[:1, :1].flatten(0, 1))
-    sent = seen.update.get(f"{last}.weight")
+    sent = seen.update.get(qualified(last, "weight"))
     tensors = {**client.objective.buffers(), **seen.params}
     with torch.no_grad(), evaluating(client.model), caught_inputs(client.model, last) as caught:
         answers = call_on(client.model, tensors, inputs.flatten(0, 1)).unflatten(0, inputs.shape[:2])
     if sent is None or caught[0].ndim != 2:
         return answers, None
     features = nn.functional.pad(caught[0], (0, 1), value=1.0).unflatten(0, inputs.shape[:2]).double()
-    bias = seen.update.get(f"{last}.bias", torch.zeros_like(sent[:, :, 0]))
+    bias = seen.update.get(qualified(last, "bias"), torch.zeros_like(sent[:, :, 0]))
     rows = torch.cat([sent, bias.unsqueeze(2)], 2).nan_to_num(0.0, 0.0, 0.0).double()
     return answers, torch.linalg.pinv(features.mT, rtol=1e-6) @ rows.mT
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.protocol import Observation, Reconstruction, Status
-from gradveil.core.tree import take
+from gradveil.core.tree import qualified, take
 
 _WORSE: tuple[Status, ...] = ("converged", "stalled", "budget", "diverged")
 _SURE, _LIKELY = 0.05, 0.25
@@ -99,7 +99,7 @@ def catches(
     Target clients without a finite update or a caught example are in no group. If the number of caught examples is
     unknown, it is taken to be one.
     """
-    biases = seen.update[f"{last}.bias"].double()
+    biases = seen.update[qualified(last, "bias")].double()
     finite = torch.stack([value.isfinite().flatten(1).all(1) for value in seen.update.values()]).all(0)
     body = [value.flatten(1) for name, value in seen.update.items() if name.rpartition(".")[0] != last]
     moved = torch.stack([value.abs().amax(1) > 0 for value in body]).any(0) if body else finite
@@ -116,7 +116,7 @@ def _group(seen: Observation, last: str, target: int, caught: Tensor, scales: Te
     # From the mean over all N examples to that over the caught ones.
     update = {n: _times(v, seen.examples / number / scales[places]) for n, v in take(seen.update, places).items()}
     # In the last layer, only the target's row belongs to the caught examples alone. It determines the other rows.
-    for name in (f"{last}.weight", f"{last}.bias"):
+    for name in (qualified(last, "weight"), qualified(last, "bias")):
         if name in update:
             value = update[name]
             # The error of a caught example is -1 at the target and 1 / (K - 1) at each other class.

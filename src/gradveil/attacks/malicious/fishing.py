@@ -27,7 +27,7 @@ from gradveil.core.errors import GradveilError, Problem, fail
 from gradveil.core.noise import Key
 from gradveil.core.settings import Range
 from gradveil.core.streams import Stream
-from gradveil.core.tree import Tensors
+from gradveil.core.tree import Tensors, qualified
 from gradveil.nn.module_paths import at, call_on, evaluating, features, last_layer
 
 SEARCHED = ("iterations", "restarts", "lr", "sign", "tv", "l2", "objective", "tolerance", "patience", "keep", "report")
@@ -68,10 +68,10 @@ class Fishing(Inversion):
             yield from error.problems
             return
         layer = at(simulated_client.model, last)
-        if getattr(layer, "bias", None) is None or f"{last}.bias" not in simulated_client.trained():
+        if getattr(layer, "bias", None) is None or qualified(last, "bias") not in simulated_client.trained():
             problem = f"has no trained bias in its last layer '{last}', from which the caught examples are counted"
             yield Problem("model", problem, "add one, or choose another attack: rob, curious")
-        elif (classes := len(simulated_client.params()[f"{last}.bias"])) < 2:
+        elif (classes := len(simulated_client.params()[qualified(last, "bias")])) < 2:
             yield Problem("model", "has one output", "choose a model with one output per class")
         elif self.target >= classes:
             yield Problem("target", f"is {self.target}, and the model has {classes} classes", "count them from 0")
@@ -111,7 +111,7 @@ class Fishing(Inversion):
             bias[target] = 0
         else:
             weight[target], bias[target] = self._gate(client, last, knowledge, target, self.share)
-        return {f"{last}.weight": weight, f"{last}.bias": bias}
+        return {qualified(last, "weight"): weight, qualified(last, "bias"): bias}
 
     def _bias_of_others(self, client: Client, last: str, knowledge: Knowledge) -> float:
         """Return the bias of the other classes, which exceeds the paper's if features are large."""

@@ -28,6 +28,7 @@ from gradveil.core.errors import Problem, fail
 from gradveil.core.noise import Key
 from gradveil.core.settings import Checked, Range
 from gradveil.core.streams import Stream
+from gradveil.core.tree import qualified
 from gradveil.core.types import Batch
 from gradveil.nn.module_paths import at, evaluating, features
 from gradveil.nn.normalisation import BatchStatistics, FrozenNorm
@@ -103,8 +104,8 @@ class HiddenUnits(Checked, ABC):
         course = way(model, shape)
         if course is None:
             yield Problem("model", "has no hidden layer that is one matrix behind convolutions at most", _CHOOSE)
-        elif f"{course.layer}.weight" not in prospect.simulated_client.trained():
-            yield Problem("update", f"{course.layer}.weight is not sent", _CHOOSE)
+        elif qualified(course.layer, "weight") not in prospect.simulated_client.trained():
+            yield Problem("update", f"{qualified(course.layer, 'weight')} is not sent", _CHOOSE)
         elif not is_carried(model, course, _two_images(model, shape)):
             yield Problem("model", f"no image passes unchanged from the first layer to '{course.layer}'", _CHOOSE)
         else:
@@ -144,11 +145,11 @@ class HiddenUnits(Checked, ABC):
         began, seen = time.perf_counter(), observations[0]
         model, public = simulated_client.model, knowledge.public
         course = way(model, knowledge.space.shape)
-        if course is None or public is None or f"{course.layer}.weight" not in seen.update:
+        if course is None or public is None or qualified(course.layer, "weight") not in seen.update:
             problem, fix = "has no public images, or no update of a hidden layer", "see what `gradveil check` reports"
             raise fail(f"attack {self.name}", problem, fix)
         count = carried(model, course, knowledge.space.shape)
-        rows = seen.update[f"{course.layer}.weight"].double().flatten(2)[:, :, :count]
+        rows = seen.update[qualified(course.layer, "weight")].double().flatten(2)[:, :, :count]
         rows, errors = self.equations(rows, seen, model, course, public, count)
         reader = _PixelReader(Decoder.fitted(model, course, public.inputs), knowledge)
         finite = rows.isfinite().flatten(1).all(1) & errors.isfinite().all(1)
@@ -167,8 +168,8 @@ class HiddenUnits(Checked, ABC):
         self, rows: Tensor, seen: Observation, model: nn.Module, course: Way, public: Batch, count: int
     ) -> tuple[Tensor, Tensor]:
         """Return rows [V, K, F] and errors [V, K] whose quotients are inputs of the layer."""
-        bias = f"{course.layer}.bias"
-        errors = seen.update[bias if bias in seen.update else f"{course.norm}.bias"].double()
+        bias = qualified(course.layer, "bias")
+        errors = seen.update[bias if bias in seen.update else qualified(course.norm, "bias")].double()
         return rows, errors
 
 

@@ -28,7 +28,7 @@ from gradveil.core.errors import Problem, fail
 from gradveil.core.noise import Key
 from gradveil.core.settings import Count
 from gradveil.core.streams import Stream
-from gradveil.core.tree import Tensors, take
+from gradveil.core.tree import Tensors, qualified, take
 from gradveil.nn.module_paths import evaluating, features, last_layer
 
 _BATCH, _LR, _SHARP = 64, 0.05, 100.0
@@ -85,7 +85,7 @@ class Steering(Fishing):
                     optimiser.zero_grad()
                     steered.backward()
                     optimiser.step()
-        return {f"{last}.weight": weight.detach(), f"{last}.bias": bias.detach()}
+        return {qualified(last, "weight"): weight.detach(), qualified(last, "bias"): bias.detach()}
 
     def _caught(
         self, observations: Sequence[Observation], simulated_client: Client, knowledge: Knowledge
@@ -94,8 +94,8 @@ class Steering(Fishing):
         last = last_layer(simulated_client.model, _blank(simulated_client, knowledge))
         groups: list[Catch] = []
         counted: list[Tensor] = []
-        for seen in observations[: len(observations[0].params[f"{last}.bias"])]:
-            bias = seen.update[f"{last}.bias"].double()
+        for seen in observations[: len(observations[0].params[qualified(last, "bias")])]:
+            bias = seen.update[qualified(last, "bias")].double()
             target, local = self._target(seen.round, bias.shape[1]), simulated_client.local
             finite = torch.stack([value.isfinite().flatten(1).all(1) for value in seen.update.values()]).all(0)
             usual = 1.0 if local is None else local.lr * max(1, local.count(seen.examples // simulated_client.members))

@@ -61,7 +61,7 @@ rounding."""
 
 def invert_update(
     model: nn.Module,
-    update: Mapping[str, Any],
+    update: Mapping[str, Any] | Sequence[Any],
     attack: str | Attack | None,
     labels: Tensor | Sequence[int] | int | None,
     loss: Loss | None,
@@ -82,8 +82,11 @@ def invert_update(
     prepare: bool = False,
 ) -> Inverted:
     """Attack one update of the caller's. `gradveil.invert` says what the arguments mean."""
+    if isinstance(model, nn.Module) and isinstance(update, list | tuple):
+        update = _in_their_order(model, update)
     refuse(list(_wrong_objects(model, update, truth, local)))
     problems: list[Problem] = []
+    update = cast("Mapping[str, Any]", update)
     local = Local(**local) if isinstance(local, Mapping) else local
     update = _as_the_model_names_them(
         model,
@@ -184,6 +187,10 @@ def invert_update(
         metrics = _scores(space, images, found.targets, truth_views, true_labels)
     labels_of = found.targets[0].detach()
     views = None if true_inputs is None else space.view(true_inputs.detach().cpu())
+    taken = given is not None and told(by)["targets"] == "known"
+    contradicted = list[int]() if given is None or taken or distance > _EXPLAINS else given.tolist()
+    if sorted(contradicted) == sorted(labels_of.tolist()):
+        contradicted = []
     told_labels, of_truth = given if true_labels is None else true_labels, math.nan
     if true_inputs is not None and told_labels is not None and _are_classes(told_labels) and plain and not words:
         whole = Batch(placed(true_inputs, device, dtype), told_labels.to(device))
@@ -203,7 +210,8 @@ def invert_update(
         space,
         by.name,
         distance,
-        given=given is not None and told(by)["targets"] == "known",
+        given=taken,
+        contradicted=tuple(contradicted),
         of_truth=of_truth,
         prepared=tuple(done),
     )
@@ -335,7 +343,13 @@ def _wrong_objects(model: Any, update: Any, truth: Any, local: Any) -> Iterator[
     if not isinstance(model, nn.Module):
         yield Problem("model", f"is {type(model).__name__}", "give the torch.nn.Module that the update is of")
     remedy = "give a dict of the tensors that were sent, by parameter name"
-    if not (isinstance(update, Mapping) and update):
+    if isinstance(update, list | tuple) and isinstance(model, nn.Module):
+        sent, held = len(cast("Sequence[Any]", update)), len(list(model.parameters()))
+        what = f"is a {type(update).__name__} of {sent}, and the model has {plural(held, 'parameter')}"
+        yield Problem(
+            "update", what, f"give a tensor or None for each, in the order of model.parameters(); or {remedy}"
+        )
+    elif not (isinstance(update, Mapping) and update):
         yield Problem("update", f"is {'empty' if isinstance(update, Mapping) else type(update).__name__}", remedy)
     else:
         values = cast("Mapping[Any, Any]", update)
@@ -360,6 +374,17 @@ def _wrong_objects(model: Any, update: Any, truth: Any, local: Any) -> Iterator[
             yield Problem(f"local.{name}", "is no setting of local training", f"one of {', '.join(known)}")
         for name in sorted(name for name, usual in known.items() if usual is MISSING and name not in said):
             yield Problem(f"local.{name}", "is missing", f"give it: local=gradveil.Local({name}=...)")
+
+
+def _in_their_order(model: nn.Module, update: Sequence[Any]) -> Mapping[str, Any] | Sequence[Any]:
+    """Name the tensors of `torch.autograd.grad(loss, model.parameters())`, or of those parameters that are trained."""
+    for names in (
+        [name for name, _ in model.named_parameters()],
+        [name for name, value in model.named_parameters() if value.requires_grad],
+    ):
+        if len(names) == len(update) > 0:
+            return dict(zip(names, update, strict=True))
+    return update
 
 
 def _as_the_model_names_them(model: nn.Module, update: Mapping[str, Any]) -> dict[str, Any]:

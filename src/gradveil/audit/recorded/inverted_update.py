@@ -50,6 +50,8 @@ class Inverted:
     factor for all: 0 explains it fully, whatever the attack. NaN of texts."""
     given: bool = False
     """Whether the attack took the labels that the caller gave."""
+    contradicted: tuple[int, ...] = ()
+    """The labels that the caller gave, if examples with other labels explain the update."""
     of_truth: float = math.nan
     """The `distance` of the truth with the labels that were given. NaN of texts, behind a defence, and without both."""
     prepared: tuple[str, ...] = ()
@@ -126,7 +128,10 @@ class Inverted:
         if len(self.images) > 1 and float((self.images - self.images[:1]).double().abs().max()) < _SAME:
             yield f"All {len(self.images)} are the same: is the update of one example?"
         settings = "weights, sign, mode (train or eval), loss, defence= and local="
-        if self.of_truth > _UNEXPLAINED:
+        if self.contradicted:
+            said = ", ".join(map(str, self.contradicted[:_FEW])) + (", …" if len(self.contradicted) > _FEW else "")
+            yield f"The labels that were given, {said}, are not those of the update: it has these examples'."
+        elif self.of_truth > _UNEXPLAINED:
             off = percent(self.of_truth)
             yield f"The update of the truth itself is {off} off: it was not made with these {settings}."
         elif self.distance > _UNEXPLAINED:
