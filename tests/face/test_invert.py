@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import gradveil as gv
+from gradveil.core import Context, Stage, Transform
 from gradveil.core.tree import Tensors
 
 MEAN, STD = (0.4,), (0.3,)
+
+
+@dataclass(frozen=True)
+class Shift(Transform):
+    """Add the same to every update."""
+
+    stage: ClassVar[Stage] = Stage.QUANTISE
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        return {name: value + 100.0 for name, value in update.items()}, state
 
 
 def network() -> nn.Module:
@@ -205,6 +220,16 @@ def test_a_closed_form_that_is_farther_from_the_update_than_a_search_is_not_take
     torch.manual_seed(0)
     noisy = {name: value + value.std() * torch.randn_like(value) for name, value in gradient(net).items()}
     assert gv.invert(net, noisy, labels=[2], mean=MEAN, std=STD, truth=example()).attack == "portfolio"
+
+
+def test_what_a_defence_adds_to_every_update_hides_nothing() -> None:
+    net, shift = network(), gv.Defence("shift", send=gv.chain(shift=Shift()))
+    sent = {name: value + 100.0 for name, value in gradient(net).items()}
+    given: dict[str, Any] = {"labels": [2], "mean": MEAN, "std": STD, "truth": example()}
+    plain = gv.invert(net, gradient(net), "cdia(iterations=500)", **given)
+    shifted = gv.invert(net, sent, "cdia(iterations=500)", defence=shift, **given)
+    assert plain.metrics["psnr"] > 15
+    assert shifted.metrics["psnr"] > plain.metrics["psnr"] - 3
 
 
 def test_a_truth_outside_the_range_of_inputs_is_refused_since_the_statistics_were_forgotten() -> None:

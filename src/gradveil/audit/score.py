@@ -583,6 +583,8 @@ def _matches(tensors: Mapping[str, Tensor]) -> dict[str, float | None]:
         for place, start in enumerate(names)
         for name, values in ((start, answer), (f"{start}_truth", truth))
     }
+    if "match_at_others" in tensors:
+        found["match_others"] = _median(tensors["match_at_others"][:, 0])
     if len(names) == 2:
         return found
     # Columns: match, layers, and behind them those of `explained`, with the extent of shared noise second.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.protocol import Attack, CanRefuse
 from gradveil.audit.attack_selection import ADAPTIVE, MALICIOUS, UNDEFENDED, has_control, undefended, without_aim
-from gradveil.audit.attackers.attacker_table import RULES, Rule, Server, aims_at, excludes, parts_of
+from gradveil.audit.attackers.attacker_table import RULES, Rule, Server, aims_at, excludes, is_unknown, parts_of
 from gradveil.audit.attackers.update_facts import UpdateFacts
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.experiment import Experiment
@@ -16,6 +16,7 @@ from gradveil.audit.run_file import with_defaults
 from gradveil.client import Client
 from gradveil.core.errors import Problem
 from gradveil.core.formatting import listing
+from gradveil.core.user_code import users
 from gradveil.defences.entry import Trait
 from gradveil.nn.normalisation import running_statistics
 from gradveil.nn.weight_files import put_weights
@@ -177,6 +178,11 @@ def closed_forms(experiment: Experiment, decisions: Sequence[Decision], *, calle
                 fix = f"attack it so: {remedy}; {rule.ends}"
                 text = experiment.space.words.told(rule.weakness)
                 yield Problem(where, f"{text}: {seen}", fix, severity="warning")
+    unknown = [defence for defence in experiment.defences if is_unknown(defence)]
+    if unknown and not any(map(users, experiment.attacks.values())):
+        what = f"attacks that know {listing(unknown)} were not made: nothing says what a defence of your own does"
+        own = 'attacks=["package:Yours"]' if called else "--attack package:Yours"
+        yield Problem("defences", what, f"attack it so: {own}; general attacks can miss what it leaks", "warning")
 
 
 def untested(warning: str) -> str:
@@ -186,7 +192,7 @@ def untested(warning: str) -> str:
     'one image may come back (--attack r-gap)'
     """
     cause, _, remedy = warning.partition(" -> ")
-    what = cause.partition(": ")[2].partition(":")[0]
+    what = cause.partition(": ")[2].partition(": ")[0]
     return f"{what} ({remedy.removeprefix('attack it so: ').partition(';')[0]})"
 
 
