@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradveil.attacks.knowledge import How, Knowledge, Known
 from gradveil.attacks.noise_likelihood import COLUMNS
-from gradveil.attacks.protocol import Attack, Observation, Reconstruction, Remark, Status
+from gradveil.attacks.protocol import Attack, CanRefuse, Observation, Reconstruction, Remark, Status
 from gradveil.client import Client
 from gradveil.core.errors import FOREIGN, GradveilError, Problem, fail, refuse
 from gradveil.core.types import Batch, Loss
@@ -27,8 +27,11 @@ from gradveil.nn.module_paths import called, count_classes
 _STATUSES = get_args(Status)
 
 
-def declared(attack: Attack) -> Iterator[Problem]:
-    """Say what an attack cannot believe or know: anything else would silently be taken for something."""
+def declared(attack: Attack, public: bool) -> Iterator[Problem]:
+    """Say what an attack cannot believe or know: anything else would silently be taken for something.
+
+    `public` says whether public examples are given, which an attack of one's own may count on.
+    """
     for method, other in (("craft", "planted"), ("planted", "craft")):
         if hasattr(attack, method) and not hasattr(attack, other):
             what = f"is missing, and a malicious server's attack has it beside {method}()"
@@ -46,6 +49,10 @@ def declared(attack: Attack) -> Iterator[Problem]:
         if not isinstance(how, How):
             remedy = "say Known(), Optimise(), Sample(), Infer() or Neutral() of gradveil.attacks.knowledge"
             yield Problem(f"knowledge['{pattern}']", f"is {how!r}", remedy)
+    if "public" in knowledge and not public and users(attack) and not isinstance(attack, CanRefuse):
+        what = "asks for public examples, and none are given"
+        remedy = "give public=(inputs, labels), or data with public examples; an attack that does without says so in "
+        yield Problem("knowledge['public']", what, f"{remedy}problems(prospect)")
 
 
 _DREW = Remark(

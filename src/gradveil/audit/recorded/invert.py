@@ -315,7 +315,7 @@ class _SentUpdate:
     def problems(self, attack: Attack) -> Iterator[Problem]:
         """Say why this attack cannot be made on an update that is already there."""
         where, knowledge = f"attack {attack.name}", self._knowledge(attack)
-        yield from (replace(p, where=f"{where}: {p.where}") for p in declared(attack))
+        yield from (replace(p, where=f"{where}: {p.where}") for p in declared(attack, self.public is not None))
         if isinstance(attack, Active):
             what = "changes the model before an update is made, and this one is there already"
             yield Problem(where, what, "give the changed model and an attack that only looks, or use gradveil.audit")
