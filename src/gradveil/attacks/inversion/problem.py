@@ -32,6 +32,7 @@ from gradveil.attacks.inversion.image_sources import INPUTS, TARGETS, WEIGHTS, C
 from gradveil.attacks.inversion.inversion_settings import InversionSettings
 from gradveil.attacks.inversion.known_noise import Whitening, added, candidates, common, stages
 from gradveil.attacks.inversion.surrogate_model import PLACE, PROBES, on_the_line, place, place_noise
+from gradveil.attacks.inversion.undone_entries import without_map
 from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Neutral, Optimise, Sample
 from gradveil.attacks.labels import find_labels
 from gradveil.attacks.noise_likelihood import ADDED, COLUMNS, DRAWS, explained, log_likelihood, sharing
@@ -126,6 +127,8 @@ class InversionProblem:
 
         Where it `judges` given images, it repeats a search of the defence: a search by the attack would take its place.
         """
+        if attack.undo_entries and (without := without_map(observations, simulated_client, key)) is not None:
+            observations, simulated_client = without
         original, simulated_client = simulated_client, attack.believed(simulated_client)
         if attack.relaxes and not judges:
             step = relaxed(simulated_client.step, simulated_client.domain)

@@ -127,8 +127,12 @@ RULES: tuple[Rule, ...] = (
         defence="locks",
     ),
     Rule(
-        ("portfolio(simulated_client=naive)",),
-        "nothing says what the defence does: a search that ignores it needs no derivative of it",
+        (
+            "portfolio(simulated_client=naive)",
+            "portfolio(undo_entries=true)",
+            'portfolio(objective="layerwise-cosine")',
+        ),
+        "nothing says what the defence does: it is ignored, its map of entries is undone, or layers are weighed alike",
         defence="is unknown",
     ),
     Rule(
@@ -340,8 +344,8 @@ def aimed_by(server: Server, defence: str | DefenceEntry, kind: str | None = Non
 
     `kind` is that of the examples: without it, images, or what an entry is for.
 
-    >>> aimed_by("curious", "dropout"), aimed_by("curious", "dropout + what an object is called")
-    (['portfolio', 'learned', 'dia'], ['portfolio', 'portfolio(simulated_client=naive)', 'learned', 'dia'])
+    >>> aimed_by("curious", "dropout"), len(aimed_by("curious", "dropout + what an object is called"))
+    (['portfolio', 'learned', 'dia'], 6)
     >>> aimed_by("malicious", "dropout")[0], len(aimed_by("malicious", "dgp")) - len(aimed_by("malicious", "dropout"))
     ('rob(bins=512)', 2)
     """
