@@ -140,7 +140,7 @@ def test_runs_with_different_thresholds_are_rejected():
 
 def test_latex_reads_every_character_as_itself():
     text = as_latex(sheets(run(trial('mine:half_of("a|b")', "ig", 1), trial("none", "ig", 4))))
-    assert "mine:half\\_of(''a\\textbar{}b'') & inconclusive & 25\\% (4.6--69.9\\%), 0.30 $\\pm$ 0.35 \\\\" in text
+    assert "mine:half\\_of(``a\\textbar{}b'') & inconclusive & 25\\% (4.6--69.9\\%), 0.30 $\\pm$ 0.35 \\\\" in text
     assert text.count("\\begin{") == text.count("\\end{") == 2
     assert "a\\|b" in as_markdown(sheets(run(trial('mine:half_of("a|b")', "ig", 1))))
 

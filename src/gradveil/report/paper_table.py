@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -93,7 +94,21 @@ _LATEX = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
     **{"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}", "<": "$<$", ">": "$>$"},
     "|": "\\textbar{}",
-    **{"†": "$^\\dagger$", "‡": "$^\\ddagger$", "§": "$^\\S$", DASH: "--", '"': "''", "±": "$\\pm$", "−": "$-$"},
+    **{
+        "†": "$^\\dagger$",
+        "‡": "$^\\ddagger$",
+        "§": "$^\\S$",
+        DASH: "--",
+        '"': "''",
+        "“": "``",
+        "”": "''",
+        "±": "$\\pm$",
+        "−": "$-$",
+    },
+    **{"≠": "$\\neq$", "×": "$\\times$", "·": "$\\cdot$", "≤": "$\\leq$", "≥": "$\\geq$", "≈": "$\\approx$"},
+    **{"→": "$\\rightarrow$", "∞": "$\\infty$", "…": "\\ldots{}", "—": "---", "²": "$^2$", "½": "$\\frac12$"},
+    **{"α": "$\\alpha$", "β": "$\\beta$", "γ": "$\\gamma$", "δ": "$\\delta$", "ε": "$\\varepsilon$"},
+    **{"λ": "$\\lambda$", "μ": "$\\mu$", "σ": "$\\sigma$", "τ": "$\\tau$", "Δ": "$\\Delta$", "√": "$\\surd$"},
 }
 
 
@@ -102,8 +117,10 @@ def _escaped(text: str) -> str:
 
     >>> print(_escaped("dp(sigma=1e-4)_{x} 5–10%"))
     dp(sigma=1e-4)\_\{x\} 5--10\%
+    >>> print(_escaped('portfolio(objective="cosine") ≠ ig'))
+    portfolio(objective=``cosine'') $\neq$ ig
     """
-    return "".join(_LATEX.get(character, character) for character in text)
+    return "".join(_LATEX.get(character, character) for character in re.sub('"([^"]*)"', r"“\1”", text))
 
 
 def _with_math(text: str) -> str:
