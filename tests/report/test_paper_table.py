@@ -169,8 +169,12 @@ def test_choices_apply_to_the_table():
     assert second.startswith("| `none` |  | 100%")
     assert "DGP, $k=0.1$ &" in as_latex([table.sheet()])
     assert "share of images recovered with its 95% interval, mean SSIM with" in table.caption()
-    (table,) = matrices([both], TableChoices(attacks=["ig"], defences=["dgp"], headers={"caption": "One"}))
-    assert as_markdown([table.sheet()]).splitlines()[0:3] == ["One", "", "| defence | verdict | `ig` |"]
+    (table,) = matrices([both], TableChoices(attacks=["ig"], defences=["dgp"], headers={"caption": "One."}))
+    caption, *lines = as_markdown([table.sheet()]).splitlines()
+    assert lines[:2] == ["", "| defence | verdict | `ig` |"]
+    assert caption.startswith("One. Recovered: an SSIM above 0.5; 4 images unless noted. Baseline: ")
+    (table,) = matrices([both], TableChoices(metrics=["psnr"], headers={"caption": "One."}))
+    assert table.caption() == "One. 4 images unless noted."
 
 
 def test_wrong_choices_of_a_table_are_raised_at_once():
