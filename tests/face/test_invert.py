@@ -72,6 +72,7 @@ def test_without_labels_the_attack_restores_them_and_the_result_says_so() -> Non
     found = gv.invert(net, gradient(net), "ig(iterations=3)", **given)
     assert (found.labels.tolist(), found.restored) == ([2], True)
     assert "2 (restored from the update)" in str(found)
+    assert "after 3 iterations" in str(found)
     assert not gv.invert(net, gradient(net), "ig(iterations=3)", labels=[2], **given).restored
 
 
@@ -81,6 +82,7 @@ def test_an_inverted_update_is_short_and_has_pictures_in_a_notebook() -> None:
     assert len(repr(found)) < 120
     assert len(str(found).splitlines()) <= 3
     assert "recovered, SSIM 1.00" in str(found)
+    assert "iteration" not in str(found), "a closed form has none"
     html = found._repr_html_()
     assert html is not None
     assert html.count('<img src="data:image/png;base64,') == 2
