@@ -50,7 +50,8 @@ def is_map_of_entries(client: Client, examples: int, key: Key) -> bool:
 
 def _undone(client: Client, params: Tensors, examples: int, update: Tensors, key: Key) -> Tensors | None:
     """Read the map of each parameter's entries backwards at an update [V, *shape]; None where it does not fit."""
-    assert client.domain is not None
+    if client.domain is None:  # nobody says what an example is
+        return None
     space, classes = client.domain.space, client.domain.classes
     like = next(iter(params.values()))
     lower, upper = space.bounds(like)
