@@ -217,6 +217,17 @@ def test_a_recursion_is_made_only_where_its_equations_settle_the_input() -> None
     assert gv.invert(narrow, backward(narrow, inputs, targets), **given).attack.startswith("portfolio")  # type: ignore[arg-type]
 
 
+def test_behind_a_defence_the_closed_forms_that_know_it_are_made() -> None:
+    inputs, targets = example()
+    net = chain(12)
+    sent = backward(net, inputs, targets)
+    kept = {name: torch.where(value.abs() > value.abs().quantile(0.2), value, 0) for name, value in sent.items()}
+    given: dict[str, Any] = {"labels": [2], "truth": (inputs, targets), "mean": MEAN, "std": STD}
+    found = gv.invert(net, kept, defence="prune(0.2)", **given)
+    assert found.attack == "r-gap(labels=restore, simulated_client=full)"
+    assert found.metrics["psnr"] > 20
+
+
 def test_a_closed_form_that_is_farther_from_the_update_than_a_search_is_not_taken() -> None:
     net = network()
     torch.manual_seed(0)
