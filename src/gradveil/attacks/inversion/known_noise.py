@@ -87,33 +87,6 @@ def added(
     return [one for one, _ in first]
 
 
-DOMINATES = 0.1
-"""What an update of other images, or of other draws, may differ by where the defence adds the same to all, relative."""
-DIFFERS = 0.3
-"""The least by which undefended updates of the two candidates differ then, relative."""
-
-
-def common(
-    client: Client, params: Tensors, batches: tuple[Batch, Batch], draws: Sequence[Tensors], state: Tensors
-) -> Tensors | None:
-    """Return what a defence adds to every update, where it outweighs what the images do; None where it does not.
-
-    An angle between two such updates says next to nothing of their images, nor does a squared distance in float32.
-    """
-    (first, second), bare = batches, client.undefended_update()
-    one, other, again = (
-        client.updates(params, batch, drawn, state)[0]
-        for batch, drawn in ((first, draws[0]), (second, draws[0]), (first, draws[1]))
-    )
-    names = bare.noise_spec(params, Batch(first.inputs[0], first.targets[0]))
-    own = {name: draws[0][name] for name in names}
-    plain, otherwise = (bare.updates(params, batch, own, {})[0] for batch in batches)
-    room = DOMINATES * _length(one)
-    close = [_length(tmap(torch.sub, one, same)) <= room for same in (other, again)]
-    apart = _length(tmap(torch.sub, plain, otherwise)) >= DIFFERS * _length(plain)
-    return tmap(lambda a, b: (a + b) / 2, one, other) if bool((close[0] & close[1] & apart).all()) else None
-
-
 def _differences(
     rounds: Sequence[tuple[Client, Tensors]],
     batch: Batch,

@@ -30,7 +30,8 @@ from gradveil.attacks.inversion.distances import (
 )
 from gradveil.attacks.inversion.image_sources import INPUTS, TARGETS, WEIGHTS, Canvas
 from gradveil.attacks.inversion.inversion_settings import InversionSettings
-from gradveil.attacks.inversion.known_noise import Whitening, added, candidates, common, stages
+from gradveil.attacks.inversion.known_noise import Whitening, added, candidates, stages
+from gradveil.attacks.inversion.simulated_gradients import Loudness, loudness
 from gradveil.attacks.inversion.surrogate_model import PLACE, PROBES, on_the_line, place, place_noise
 from gradveil.attacks.inversion.undone_entries import without_map
 from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Neutral, Optimise, Sample
@@ -165,7 +166,9 @@ class InversionProblem:
         }
         if attack.subtract:
             self._subtract()
-        self.common = {r.number: shift for r in self.rounds if (shift := self._common(r)) is not None}
+        raw = {r.of(n): v for r in self.rounds for n, v in r.observed.items()}
+        self.loud = {r.number: found for r in self.rounds if (found := self._loudness(r)) is not None}
+        self.raw = raw if self.loud else {}
         self.off = {n for n, how in self.how.items() if not isinstance(how, Known | Optimise | Sample)}
         # Counts of classes are those of the client's steps, of which a surrogate knows nothing.
         trains = self.rounds[0].simulated_client if attack.surrogate == "none" else first.believed(original)
@@ -185,7 +188,7 @@ class InversionProblem:
         self.draws = Draws(key, first.target_clients, attack.restarts, sampled, more, self.device)
         self.consensus = Consensus(attack.restarts, attack.register) if attack.group else None
         self.whitening = Whitening() if attack.whiten else None
-        self.angle = attack.objective == "cosine" and not (attack.whiten or self.common) and attack.surrogate == "none"
+        self.angle = attack.objective == "cosine" and not (attack.whiten or self.loud) and attack.surrogate == "none"
 
     def _ignored(self, inputs: Tensor) -> set[str]:
         """Return the names of the parameters that are left out of the distance."""
@@ -216,7 +219,9 @@ class InversionProblem:
         drawn = [
             {**off, **r.pinned, **{n: self.known[r.of(n)] for n in off if r.of(n) in self.known}} for r in self.rounds
         ]
-        images, rounds = self._candidates(), [(r.simulated_client, r.params) for r in self.rounds]
+        shape = (self.target_clients, self.examples, *self.knowledge.space.shape)
+        images = candidates(shape, (self.lower, self.upper), self.knowledge.classes, self.key.child(Stream.CANDIDATES))
+        rounds = [(r.simulated_client, r.params) for r in self.rounds]
         for stage in stages(self.spec, self.rounds[0].params):
             names = [r.of(n) for r in self.rounds for n in stage]
             known = set(names) <= self.known.keys()
@@ -227,22 +232,15 @@ class InversionProblem:
             self.how.update(dict.fromkeys(names, Neutral()))
             self.known = {n: value for n, value in self.known.items() if n not in names}
 
-    def _candidates(self) -> tuple[Batch, Batch]:
-        shape = (self.target_clients, self.examples, *self.knowledge.space.shape)
-        return candidates(shape, (self.lower, self.upper), self.knowledge.classes, self.key.child(Stream.CANDIDATES))
-
-    def _common(self, r: ObservedRound) -> Tensors | None:
-        """Subtract what the client adds to every update of a round, and return it; None where it is small."""
-        client = r.simulated_client
-        if (client.step is None and client.send is None) or self.attack.surrogate != "none" or self.ignored:
+    def _loudness(self, r: ObservedRound) -> Loudness | None:
+        """Take what outweighs the gradient out of a round's update, and return it; None where nothing does."""
+        if self.attack.surrogate != "none" or self.ignored:
             return None
-        keys = (self.key.child(Stream.CANDIDATES, "draws", number) for number in range(2))
-        draws = [{**self._wide(self.spec.sample(key)), **r.pinned} for key in keys]
-        with torch.no_grad():
-            shift = common(client, r.params, self._candidates(), draws, self._wide(self.state))
-        if shift is not None:
-            r.observed.update({n: value - shift[n] for n, value in r.observed.items()})
-        return shift
+        key = self.key.child(Stream.CANDIDATES, "loudness")
+        found = loudness(r.simulated_client, r.params, self.examples, key)
+        if found is not None:
+            r.observed.update(found.quiet(r.observed))
+        return found
 
     def _wide(self, tensors: Mapping[str, Tensor]) -> Tensors:
         return {n: v.to(self.device).expand(self.target_clients, *v.shape) for n, v in tensors.items()}
@@ -278,10 +276,9 @@ class InversionProblem:
         for r in self.rounds:
             constants |= under("observed", take({r.of(n): v for n, v in r.observed.items()}, target_clients))
             constants |= under("noise", take({r.of(n): v for n, v in r.pinned.items()}, target_clients))
-            shift = self.common.get(r.number, {})
-            constants |= under("common", take({r.of(n): v for n, v in shift.items()}, target_clients))
             if self.angle:
                 constants[f"squares.{r.number}"] = squared_lengths(list(r.observed.values()))[target_clients]
+        constants |= under("raw", take(self.raw, target_clients))
         if self.labels is not None:
             constants[TARGETS] = self.labels[target_clients]
         constants |= under("noise", take(self.known, target_clients))
@@ -397,8 +394,7 @@ class InversionProblem:
         ]
         if not unknown or self.attack.surrogate != "none":  # a gradient has not the length of an update
             return torch.full((len(rows), COLUMNS), torch.nan, dtype=self.dtype, device=self.device)
-        state, shift = select(constants, "state"), select(constants, "common")
-        observed = {n: v + shift[n] if n in shift else v for n, v in select(constants, "observed").items()}
+        state, observed = select(constants, "state"), select(constants, "raw" if self.loud else "observed")
         target_clients = [self.draws.target_clients[row // self.attack.restarts] for row in rows.tolist()]
         keys = [self.key.child(Stream.DISTURBANCE, target_client) for target_client in target_clients]
         off = {n: self.noise[n].off().to(self.device) for n in unknown}
@@ -446,7 +442,7 @@ class InversionProblem:
         The default distance is that of the attack's objective.
         """
         state = whitening_state = select(constants, "state")
-        observed, shift = select(constants, "observed"), select(constants, "common")
+        observed = select(constants, "observed")
         total: Tensor | None = None
         for r in self.rounds:
             of_round = {n: noise[r.of(n)] for n in self.inputs_of_a_round if r.of(n) in noise}
@@ -462,8 +458,8 @@ class InversionProblem:
             # Noise is off here, so that its scales do not matter. Switching them off saves their computation.
             quiet = {n: v.off().expand(len(rows), *v.shape).to(self.example) for n, v in self.scales.items()}
             sent, after = self._simulated(r, batch, {**of_round, **quiet}, state, compared, noise)
-            if r.number in self.common:
-                sent = {n: sent[n] - shift[r.of(n)] for n in compared}
+            if r.number in self.loud:
+                sent = self.loud[r.number].quiet({n: sent[n] for n in compared})
             if self.whitening is not None:
                 weights, whitening_state = self.whitening(
                     r.number, r.simulated_client, r.params, batch, of_round, whitening_state, rows, iteration

@@ -13,15 +13,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from gradveil.attacks.inversion.simulated_gradients import simulated_pairs
 from gradveil.attacks.protocol import Observation
 from gradveil.client import Client
 from gradveil.core.noise import Key
-from gradveil.core.streams import Stream
-from gradveil.core.tree import Tensors, stack
-from gradveil.core.types import Batch
+from gradveil.core.tree import Tensors
 
-_CLIENTS = 6
-"""Simulated clients whose entries are the pairs; one more tests what was read off them."""
+_CLIENTS = 7
+"""Simulated clients: the last one tests what was read off the others."""
 _NEAR = 0.3
 """The largest relative error at which the gradient of the tested client is taken for undone."""
 
@@ -30,12 +29,11 @@ def without_map(
     observations: Sequence[Observation], client: Client, key: Key
 ) -> tuple[list[Observation], Client] | None:
     """Return what would have been seen without the defence of the update, and the client then; None if unknown."""
-    if client.step is None and client.send is None:
-        return None
     seen: list[Observation] = []
     for observation in observations:
-        believed = observation.believed(client)
-        undone = _undone(believed, observation.params, observation.examples, observation.update, key)
+        undone = _undone(
+            observation.believed(client), observation.params, observation.examples, observation.update, key
+        )
         if undone is None:
             return None
         seen.append(replace(observation, update=undone))
@@ -44,32 +42,14 @@ def without_map(
 
 def is_map_of_entries(client: Client, examples: int, key: Key) -> bool:
     """Return whether what a client sends shows each entry of its gradient, one by one."""
-    changed = client.step is not None or client.send is not None
-    return changed and _undone(client, client.params(), examples, {}, key) is not None
+    return _undone(client, client.params(), examples, {}, key) is not None
 
 
 def _undone(client: Client, params: Tensors, examples: int, update: Tensors, key: Key) -> Tensors | None:
     """Read the map of each parameter's entries backwards at an update [V, *shape]; None where it does not fit."""
-    if client.domain is None:  # nobody says what an example is
+    if client.domain is None or (client.step is None and client.send is None):
         return None
-    space, classes = client.domain.space, client.domain.classes
-    like = next(iter(params.values()))
-    lower, upper = space.bounds(like)
-    generator = key.child(Stream.CANDIDATES).generator()
-    drawn = torch.rand((_CLIENTS + 1, examples, *space.shape), dtype=like.dtype, generator=generator).to(like.device)
-    # Gradients of faint images are short, so that small entries are among the pairs; the last client's are not faint.
-    contrast = torch.linspace(0.1, 1.0, _CLIENTS + 1, dtype=like.dtype, device=like.device)
-    drawn = 0.5 + (drawn - 0.5) * contrast.view(-1, 1, *[1] * len(space.shape))
-    labels = torch.randint(classes, (_CLIENTS + 1, examples), generator=generator).to(like.device)
-    batch = Batch(lower + (upper - lower) * drawn, labels)
-    spec = client.noise_spec(params, Batch(batch.inputs[0], labels[0]))
-    noise = stack([spec.sample(key.child(Stream.CANDIDATES, number), like.device) for number in range(_CLIENTS + 1)])
-    state = {name: value.expand(_CLIENTS + 1, *value.shape) for name, value in client.init(params).items()}
-    bare = client.undefended_update()
-    own = bare.noise_spec(params, Batch(batch.inputs[0], labels[0]))
-    with torch.no_grad():
-        sent, _ = client.updates(params, batch, noise, state)
-        gradients, _ = bare.updates(params, batch, {name: noise[name] for name in own}, {})
+    sent, gradients = simulated_pairs(client, params, examples, _CLIENTS, key)
     maps = {name: _pairs(sent[name][:-1], gradients[name][:-1]) for name in sent}
     off = total = 0.0
     for name, pairs in maps.items():
