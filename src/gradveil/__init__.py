@@ -273,13 +273,15 @@ def invert(
     client's instead. `public` are examples for attacks that train on them. `truth`, inputs or (inputs, labels), is
     only compared with the answer. `prepare=True` attacks a copy of the model, as `audit` does.
 
-    Without a name, or with `adaptive`, closed forms are tried first (`analytic`, `unmix`, `r-gap`). If a client with
-    the examples of one sends nearly this update, it is taken. Otherwise a search is made, and the answer that comes
-    nearest is taken: of images `portfolio`, of rows `tableak`; of texts `span`, without attention `embedding-search`.
-    Models of texts take `tokenizer` as for `audit`, and `length`, the most tokens of a text. Of rows of a table,
-    `truth` or `public` is a data set, which names the columns. Rows of numbers that the model reads as they are need no
-    data set: inputs [N, D], a data frame, or `shape=(D,)`. Their range is `bounds`, otherwise that of each column of
-    `public`, and without both one range for all columns, from the least to the largest number of `truth`.
+    Without a name, the table of attackers decides, as for audits: the closed forms that suit the update and the
+    `defence` are tried first, such as `analytic`, `unmix` and `r-gap`. If a client with the examples of one sends
+    nearly this update, it is taken. Otherwise a search is made (of images mostly `portfolio`, of rows `tableak`; with
+    `adaptive` one after the other of the table's, until one explains the update), and the answer that comes nearest
+    is taken. Texts are attacked by `span`, without attention by `embedding-search`. Models of texts take `tokenizer`
+    as for `audit`, and `length`, the most tokens of a text. Of rows of a table, `truth` or `public` is a data set,
+    which names the columns. Rows of numbers that the model reads as they are need no data set: inputs [N, D], a data
+    frame, or `shape=(D,)`. Their range is `bounds`, otherwise that of each column of `public`, and without both one
+    range for all columns, from the least to the largest number of `truth`.
 
     The result has `images` (pixels; of texts token numbers, and `texts`; of rows cells, and `rows`), `labels`, the name
     of the `attack`, its `objective`, `status`, the `distance` between the update and that of these examples, and with a

@@ -495,6 +495,17 @@ def test_too_few_examples_for_the_best_verdict_are_told_before_the_first_trial(
         assert [number for number, line in enumerate(lines) if "at least 8 are needed" in line] == [1] * told
 
 
+def test_the_first_line_says_who_is_told_the_labels(capsys: pytest.CaptureFixture[str]) -> None:
+    given, restored = "ig(iterations=1)", "ig(iterations=1, labels=restore)"
+    for attacks, told in (
+        ([given], "labels known:"),
+        ([restored], "labels unknown:"),
+        ([given, restored], "labels known to 1 of 2 attacks:"),
+    ):
+        audited(attacks=attacks, control=False)
+        assert told in capsys.readouterr().err.splitlines()[0]
+
+
 def test_a_result_is_as_wide_in_a_pipe_as_on_the_command_line() -> None:
     assert max(map(len, str(audited(defences=["dp(clip=1, sigma=1)"])).splitlines())) <= 120
 

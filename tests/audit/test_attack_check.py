@@ -203,6 +203,15 @@ def matched(match: float, layers: float, truth: float = 0.0, **change: Any) -> R
     return row(0, health=HEALTHY | reached | without, **change)
 
 
+@pytest.mark.parametrize(("others", "state"), [(None, "ambiguous"), (1.0, "ambiguous"), (1e-8, "suspect")])
+def test_distances_that_are_tiny_for_all_images_are_compared_in_their_own_unit(
+    others: float | None, state: str
+) -> None:
+    trial = matched(1e-9, 0.0)
+    health = trial.info["health"] | ({} if others is None else {"match_others": others})
+    assert examine(row(0, health=health), [BARE]).state == state
+
+
 @pytest.mark.parametrize(
     ("match", "layers", "truth", "state"),
     [

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gradveil.attacks.attack_catalogue import make_attack
-from gradveil.attacks.knowledge import Knowledge, Neutral
+from gradveil.attacks.knowledge import Knowledge, Known, Neutral
 from gradveil.attacks.protocol import Observation, Reconstruction
 from gradveil.audit.argument_checks import checked, declared
 from gradveil.core.errors import GradveilError
@@ -68,12 +68,19 @@ def test_an_image_that_is_none_has_diverged():
 
 
 def test_an_attack_says_what_it_believes_and_knows_in_words_there_are():
-    assert list(declared(make_attack("ig"))) == []
+    assert list(declared(make_attack("ig"), public=True)) == []
     wrong = type("Wrong", (), {"name": "wrong", "__call__": lambda self: None, "simulated_client": "adaptive"})()
     wrong.knowledge = {"model.*": "optimise", "send.*": Neutral()}
-    assert [problem.where for problem in declared(wrong)] == ["simulated_client", "knowledge['model.*']"]
+    assert [problem.where for problem in declared(wrong, public=True)] == ["simulated_client", "knowledge['model.*']"]
     bare = type("Bare", (), {"name": "bare", "__call__": lambda self: None})()
-    assert [problem.where for problem in declared(bare)] == ["simulated_client", "knowledge"]
+    assert [problem.where for problem in declared(bare, public=True)] == ["simulated_client", "knowledge"]
     for there, missing in (("craft", "planted()"), ("planted", "craft()")):
         half = type("Half", (), {"simulated_client": "naive", "knowledge": {}, there: lambda self: ""})()
-        assert [problem.where for problem in declared(half)] == [missing]
+        assert [problem.where for problem in declared(half, public=True)] == [missing]
+
+
+def test_an_attack_of_ones_own_that_asks_for_public_examples_is_told_that_there_are_none():
+    mine = type("Mine", (), {"simulated_client": "full", "knowledge": {"public": Known()}})()
+    assert [problem.where for problem in declared(mine, public=False)] == ["knowledge['public']"]
+    assert list(declared(mine, public=True)) == []
+    assert list(declared(make_attack("portfolio"), public=False)) == []

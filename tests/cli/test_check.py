@@ -25,6 +25,13 @@ data = { name = "faces", size = 16 }
 model = { name = "lenet-zhu" }
 client = [{ batch = 1 }, { batch = 2, local = { lr = 0.1, steps = 2 } }]
 """
+ATTACKS = """
+class Wrong:
+    name, simulated_client, knowledge = "wrong", "half", {}
+
+    def __call__(self, *given):
+        raise AssertionError("attacked")
+"""
 NET = """
 import torch
 
@@ -106,6 +113,18 @@ def test_problems_of_the_experiment_are_found(capsys: pytest.CaptureFixture[str]
     tried = ("defences[0] 'none'", "defences[1] 'prune(0.9)'")
     wanted = [f"{defence}, client[{i}]" for i in range(2) for defence in tried]
     assert (code, [problem["where"] for problem in problems]) == (1, wanted)
+
+
+def test_attacks_are_checked_without_running_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "attacks_to_check.py").write_text(ATTACKS)
+    for words in (("study.toml",), ("--model", "net_to_check:net", "--data", "faces")):
+        code, problems = found(capsys, "check", *words, "--attack", "attacks_to_check:Wrong", "--defence", "none")
+        assert code == 1
+        assert {(each["where"].rsplit(": ")[-1], each["what"]) for each in problems} == {
+            ("simulated_client", "is 'half'")
+        }
+    assert run(["check", "study.toml", "--attack", "attacks_to_check:Wrong(steps=2)"]) == 2
+    assert "'steps'" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("folder")

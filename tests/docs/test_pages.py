@@ -7,6 +7,9 @@ from types import ModuleType
 
 import pytest
 
+import gradveil as gv
+from gradveil.defences import Defence, chain
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 WRITE = ("how-to/write-a-defence.md", "how-to/write-an-attack.md", "how-to/write-a-metric.md")
@@ -32,12 +35,19 @@ def test_adding_one_takes_at_most_thirty_lines(page):
 
 
 def test_a_defence_of_the_page_meets_naive_and_knowing_attackers():
-    result = execute("how-to/write-a-defence.md", iterations=10)["result"]
+    page = execute("how-to/write-a-defence.md", iterations=10)
+    result = page["result"]
     trials = {(c["defence"], c["attack"]): c for c in result.summary()}
     assert {name for name, _ in trials} == {"none", "sign-bits", "gaussian(std=0.01) + sign-bits"}
     assert all(trial["failed"] is None for trial in trials.values())
     naive, knowing = (trials["sign-bits", f"{name}(iterations=10)"] for name in ("ig", "cdia"))
     assert knowing["distance"] == naive["distance"] > 0.1
+    given = page["net"], (page["target_clients"].inputs[:1], page["target_clients"].targets[:1])
+    masked = gv.audit(
+        *given, defences=[Defence("mask", send=chain(mask=page["RandomMask"]()))], attacks=["ig(iterations=2)"]
+    )
+    (trial,) = (trial for trial in masked.summary() if trial["defence"] == "mask")
+    assert 0.8 < trial["distance"] < 1.2, "half of the entries, twice as large"
 
 
 def test_attacks_of_the_page_recover_and_pruning_changes_that():
@@ -48,6 +58,7 @@ def test_attacks_of_the_page_recover_and_pruning_changes_that():
     assert trials["prune(0.9)", "first-layer"]["psnr_mean"] < 30
     assert trials["none", "patient"]["label_accuracy"] == 1.0
     assert trials["none", "from-mean"]["label_accuracy"] == 1.0
+    assert trials["none", "from-mean"]["seconds"] > trials["none", "first-layer"]["seconds"] > 0
     assert trials["none", "from-mean"]["attack_check"] != "suspect"
     assert trials["none", "from-mean"]["psnr_mean"] > trials["prune(0.9)", "from-mean"]["psnr_mean"]
 

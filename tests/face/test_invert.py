@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import gradveil as gv
+from gradveil.core import Context, Stage, Transform
 from gradveil.core.tree import Tensors
 
 MEAN, STD = (0.4,), (0.3,)
+
+
+@dataclass(frozen=True)
+class Shift(Transform):
+    """Add the same to every update."""
+
+    stage: ClassVar[Stage] = Stage.QUANTISE
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        return {name: value + 100.0 for name, value in update.items()}, state
 
 
 def network() -> nn.Module:
@@ -57,6 +72,7 @@ def test_without_labels_the_attack_restores_them_and_the_result_says_so() -> Non
     found = gv.invert(net, gradient(net), "ig(iterations=3)", **given)
     assert (found.labels.tolist(), found.restored) == ([2], True)
     assert "2 (restored from the update)" in str(found)
+    assert "after 3 iterations" in str(found)
     assert not gv.invert(net, gradient(net), "ig(iterations=3)", labels=[2], **given).restored
 
 
@@ -66,6 +82,7 @@ def test_an_inverted_update_is_short_and_has_pictures_in_a_notebook() -> None:
     assert len(repr(found)) < 120
     assert len(str(found).splitlines()) <= 3
     assert "recovered, SSIM 1.00" in str(found)
+    assert "iteration" not in str(found), "a closed form has none"
     html = found._repr_html_()
     assert html is not None
     assert html.count('<img src="data:image/png;base64,') == 2
@@ -200,11 +217,32 @@ def test_a_recursion_is_made_only_where_its_equations_settle_the_input() -> None
     assert gv.invert(narrow, backward(narrow, inputs, targets), **given).attack.startswith("portfolio")  # type: ignore[arg-type]
 
 
+def test_behind_a_defence_the_closed_forms_that_know_it_are_made() -> None:
+    inputs, targets = example()
+    net = chain(12)
+    sent = backward(net, inputs, targets)
+    kept = {name: torch.where(value.abs() > value.abs().quantile(0.2), value, 0) for name, value in sent.items()}
+    given: dict[str, Any] = {"labels": [2], "truth": (inputs, targets), "mean": MEAN, "std": STD}
+    found = gv.invert(net, kept, defence="prune(0.2)", **given)
+    assert found.attack == "r-gap(labels=restore, simulated_client=full)"
+    assert found.metrics["psnr"] > 20
+
+
 def test_a_closed_form_that_is_farther_from_the_update_than_a_search_is_not_taken() -> None:
     net = network()
     torch.manual_seed(0)
     noisy = {name: value + value.std() * torch.randn_like(value) for name, value in gradient(net).items()}
     assert gv.invert(net, noisy, labels=[2], mean=MEAN, std=STD, truth=example()).attack == "portfolio"
+
+
+def test_what_a_defence_adds_to_every_update_hides_nothing() -> None:
+    net, shift = network(), gv.Defence("shift", send=gv.chain(shift=Shift()))
+    sent = {name: value + 100.0 for name, value in gradient(net).items()}
+    given: dict[str, Any] = {"labels": [2], "mean": MEAN, "std": STD, "truth": example()}
+    plain = gv.invert(net, gradient(net), "cdia(iterations=500)", **given)
+    shifted = gv.invert(net, sent, "cdia(iterations=500)", defence=shift, **given)
+    assert plain.metrics["psnr"] > 15
+    assert shifted.metrics["psnr"] > plain.metrics["psnr"] - 3
 
 
 def test_a_truth_outside_the_range_of_inputs_is_refused_since_the_statistics_were_forgotten() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import tomllib
 from dataclasses import replace
@@ -13,6 +15,7 @@ from gradveil.cli.app import run
 from gradveil.core.errors import GradveilError
 from gradveil.papers import FORMATS, PaperStudy, compare, find_study, row_runs
 from gradveil.papers.cost_estimate import estimate
+from gradveil.papers.records import write
 from gradveil.papers.study import Cell, _Tables
 from tests.papers.test_paper_tables import TABLES, measured
 
@@ -112,6 +115,44 @@ def test_every_form_shows_both_numbers_and_the_share_that_agrees(form: str) -> N
     elif form != "csv":
         assert "compared agree" in text
         assert "pending" in text
+
+
+def test_runs_of_ones_own_are_announced_where_records_hide_them_and_shown_alone(tmp_path: Path) -> None:
+    paper, kept = a_paper(), tmp_path / "records"
+    paper.run("T1", rows=["none"], runs=tmp_path)
+    write([replace(paper.local(tmp_path)[0], scale="standard")], kept / paper.key)
+    shown = paper.compare("T1", tmp_path, kept)
+    assert shown.scales == {"standard": 2}
+    assert shown.hidden == {"quick": 2}
+    assert "--own" in paper.show("T1", runs=tmp_path, records=kept)
+    mine = paper.compare("T1", tmp_path, kept, own=True)
+    assert mine.scales == {"quick": 2}
+    assert not mine.notice
+    write(paper.local(tmp_path), tmp_path / "same" / paper.key)
+    assert not paper.compare("T1", tmp_path, tmp_path / "same").hidden, "a recorded run is no other one"
+
+
+def test_some_rows_of_a_table_are_shown_and_unknown_ones_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["paper", "show", "combining-stochastic-defenses", "T1", "--format", "csv", "--runs", str(tmp_path)]
+    assert run([*command, "--rows", "none", "CVBs"]) == 2
+    assert "--rows 'CVBs'" in capsys.readouterr().err
+    assert run([*command, "--rows", "none", "--columns", "IG", "--settings", "MNIST; CNN"]) == 0
+    lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert {(line["row"], line["column"], line["setting"]) for line in lines} == {("none", "IG", "MNIST; CNN")}
+
+
+def test_latex_says_how_many_images_and_which_scale_and_has_no_symbol_that_pdflatex_lacks() -> None:
+    few = replace(measured(scale="quick"), scores=measured().scores[:2])
+    other = measured("prune(0.9)", scale="standard")
+    text = FORMATS["latex"](compare(a_paper(), "T1", {few.place: few}))
+    assert "n = 2 at quick scale." in text
+    assert "not comparable" in text
+    assert text.isascii()
+    both = FORMATS["latex"](compare(a_paper(), "T1", {few.place: few, other.place: other}))
+    assert "unless noted" in both
+    assert f", n = {other.count} at standard scale" in both
 
 
 def test_a_figure_is_drawn_from_what_was_measured() -> None:

@@ -140,7 +140,7 @@ def test_runs_with_different_thresholds_are_rejected():
 
 def test_latex_reads_every_character_as_itself():
     text = as_latex(sheets(run(trial('mine:half_of("a|b")', "ig", 1), trial("none", "ig", 4))))
-    assert "mine:half\\_of(''a\\textbar{}b'') & inconclusive & 25\\% (4.6--69.9\\%), 0.30 $\\pm$ 0.35 \\\\" in text
+    assert "mine:half\\_of(``a\\textbar{}b'') & inconclusive & 25\\% (4.6--69.9\\%), 0.30 $\\pm$ 0.35 \\\\" in text
     assert text.count("\\begin{") == text.count("\\end{") == 2
     assert "a\\|b" in as_markdown(sheets(run(trial('mine:half_of("a|b")', "ig", 1))))
 
@@ -169,8 +169,12 @@ def test_choices_apply_to_the_table():
     assert second.startswith("| `none` |  | 100%")
     assert "DGP, $k=0.1$ &" in as_latex([table.sheet()])
     assert "share of images recovered with its 95% interval, mean SSIM with" in table.caption()
-    (table,) = matrices([both], TableChoices(attacks=["ig"], defences=["dgp"], headers={"caption": "One"}))
-    assert as_markdown([table.sheet()]).splitlines()[0:3] == ["One", "", "| defence | verdict | `ig` |"]
+    (table,) = matrices([both], TableChoices(attacks=["ig"], defences=["dgp"], headers={"caption": "One."}))
+    caption, *lines = as_markdown([table.sheet()]).splitlines()
+    assert lines[:2] == ["", "| defence | verdict | `ig` |"]
+    assert caption.startswith("One. Recovered: an SSIM above 0.5; 4 images unless noted. Baseline: ")
+    (table,) = matrices([both], TableChoices(metrics=["psnr"], headers={"caption": "One."}))
+    assert table.caption() == "One. 4 images unless noted."
 
 
 def test_wrong_choices_of_a_table_are_raised_at_once():

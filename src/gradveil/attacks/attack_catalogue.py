@@ -122,7 +122,7 @@ _IN_ORDER = (
         "step_size",
         "rounds",
     ),
-    *("batchnorm", "group", "register", "langevin", "halving", "median", "undo", "surrogate"),
+    *("batchnorm", "group", "register", "langevin", "halving", "median", "undo", "undo_entries", "surrogate"),
 )
 _DECLARED = {
     **{setting.name: setting for part in (Inversion, Descent, Adam) for setting in settings_of(part)},

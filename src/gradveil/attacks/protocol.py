@@ -130,6 +130,7 @@ class Reconstruction:
     iterations: Tensor = _UNSET
     """[V] iterations of the winning restart."""
     seconds: float = 0.0
+    """Working time of the attack; an audit measures it where none is given."""
     restart: Tensor = _UNSET
     """[V] number of the winning restart."""
     objectives: Tensor = _UNSET

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from gradveil.attacks.knowledge import How, Knowledge, Known
 from gradveil.attacks.noise_likelihood import COLUMNS
-from gradveil.attacks.protocol import Attack, Observation, Reconstruction, Remark, Status
+from gradveil.attacks.protocol import Attack, CanRefuse, Observation, Reconstruction, Remark, Status
 from gradveil.client import Client
 from gradveil.core.errors import FOREIGN, GradveilError, Problem, fail, refuse
 from gradveil.core.types import Batch, Loss
 from gradveil.core.user_code import users
+from gradveil.core.working_time import working_time
 from gradveil.nn import surgery
 from gradveil.nn.check import check
 from gradveil.nn.check.static import batch_problems, target_problems
@@ -27,8 +28,11 @@ from gradveil.nn.module_paths import called, count_classes
 _STATUSES = get_args(Status)
 
 
-def declared(attack: Attack) -> Iterator[Problem]:
-    """Say what an attack cannot believe or know: anything else would silently be taken for something."""
+def declared(attack: Attack, public: bool) -> Iterator[Problem]:
+    """Say what an attack cannot believe or know: anything else would silently be taken for something.
+
+    `public` says whether public examples are given, which an attack of one's own may count on.
+    """
     for method, other in (("craft", "planted"), ("planted", "craft")):
         if hasattr(attack, method) and not hasattr(attack, other):
             what = f"is missing, and a malicious server's attack has it beside {method}()"
@@ -46,6 +50,10 @@ def declared(attack: Attack) -> Iterator[Problem]:
         if not isinstance(how, How):
             remedy = "say Known(), Optimise(), Sample(), Infer() or Neutral() of gradveil.attacks.knowledge"
             yield Problem(f"knowledge['{pattern}']", f"is {how!r}", remedy)
+    if "public" in knowledge and not public and users(attack) and not isinstance(attack, CanRefuse):
+        what = "asks for public examples, and none are given"
+        remedy = "give public=(inputs, labels), or data with public examples; an attack that does without says so in "
+        yield Problem("knowledge['public']", what, f"{remedy}problems(prospect)")
 
 
 _DREW = Remark(
@@ -62,19 +70,26 @@ def answer(
     knowledge: Knowledge,
     run: Callable[[], Any],
 ) -> Reconstruction:
-    """Run an attack on what it is handed, and check what it returns; one of a user's own has to leave that as it is."""
+    """Run an attack on what it is handed, and check what it returns.
+
+    One of a user's own has to leave what it is handed as it is, and is timed where it does not say how long it took.
+    """
     if not users(attack):
         return checked(attack.name, run(), seen[-1], knowledge)
     before = {name: value._version for name, value in _handed(seen, simulated_client, knowledge)}
     drawn = torch.get_rng_state()
-    found = checked(attack.name, run(), seen[-1], knowledge)
+    device = next(iter(seen[-1].params.values())).device
+    began = working_time(device)
+    made = run()
+    took = working_time(device) - began
+    found = checked(attack.name, made, seen[-1], knowledge)
     if changed := [
         name for name, value in _handed(seen, simulated_client, knowledge) if value._version != before.get(name)
     ]:
         what = f"changes what it is handed in place: {changed[0]}"
         raise fail(f"attack {attack.name}", what, "make new tensors: value * 2, not value.mul_(2)")
     told = (_DREW,) if not torch.equal(drawn, torch.get_rng_state()) else ()
-    return replace(found, remarks=(*found.remarks, *told))
+    return replace(found, remarks=(*found.remarks, *told), seconds=found.seconds or took)
 
 
 def _handed(

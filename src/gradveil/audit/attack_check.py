@@ -162,15 +162,21 @@ def _unexplained(row: Row) -> Iterator[str]:
     if _side(row) == "above" or _ignores(row):
         return
     known = _side(row) != "unknown"
-    end, truth = row.health("match"), row.health("match_truth")
-    if end is not None and truth is not None and _exceeds(end, truth, 1e-4 * _unit(row)):
+    end, truth, others = (row.health(name) for name in ("match", "match_truth", "match_others"))
+    # Where a defence adds the same to every update, all images are at tiny distances from it.
+    unit = _unit(row) if others is None else min(_unit(row), others)
+    if end is not None and truth is not None and _exceeds(end, truth, 1e-4 * unit):
         compared = f"the distance from the update is {number(end)} at the answer and {number(truth)} at the true images"
         if known:
             yield f"its prior decides, and not the update: without priors {compared}, so a weaker prior may do better"
         else:
             yield f"its answer explains the update worse than the true images do: {compared}, so a search may do better"
-    end, truth = row.health("layers"), row.health("layers_truth")
-    if end is not None and truth is not None and _exceeds(end, truth, WORSE):
+    end, truth, others = (row.health(name) for name in ("layers", "layers_truth", "layers_others"))
+    if (
+        end is not None
+        and truth is not None
+        and _exceeds(end, truth, WORSE * (1.0 if others is None else min(others, 1.0)))
+    ):
         why = "few layers decide its objective" if known else "its answer explains few layers"
         yield (
             f"{why}: in the median layer the distance from the update is "

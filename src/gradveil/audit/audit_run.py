@@ -188,8 +188,9 @@ def title(experiment: Experiment) -> str:
     """Say in a few words what a run attacks, for its first line of progress."""
     config = experiment.config
     clients = listing(dict.fromkeys(client.update_of(experiment.space.words.noun) for client in config.client))
-    known = {told(attack)["targets"] == "known" for attack in experiment.attacks.values()}
-    labels = f", labels {'known' if all(known) else 'unknown'}" if len(known) == 1 else ""
+    known = [told(attack)["targets"] == "known" for attack in experiment.attacks.values()]
+    to = "" if all(known) else f" to {sum(known)} of {plural(len(known), 'attack')}"
+    labels = f", labels known{to}" if any(known) else ", labels unknown"
     budget = "" if config.budget is None else f", budget {config.budget} per defence"
     budget = f", about {duration(AUTO_SECONDS)} of computing" if config.budget == AUTO else budget
     return f"{config.model.name} on {config.data.name}, {clients}{labels}{budget}"

@@ -186,7 +186,8 @@ class Screen:
         ahead = max((self._ahead(trial) for trial in self.steps), default=0.0)
         rest = ""
         if worked > 0.01 * self.left:
-            rest = f", about {duration(max(ahead, seconds / worked * (self.left - worked)))} left"
+            left = max(ahead, seconds / worked * (self.left - worked))
+            rest = f", about {duration(left)} left" if left >= 1 else ", nearly done"
         done = f"{self.skipped + self.finished} of {len(self.planned)} trials done"
         return f"{done}, {duration(seconds)} so far{rest}"
 

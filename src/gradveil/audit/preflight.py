@@ -254,7 +254,8 @@ def _meetings(
     for text in attacks:
         attack = experiment.attacks[text]
         simulated_client = client if attack.simulated_client == "full" else client.undefended_update()
-        found = [*declared(attack), *experiment.space.unmet("data", getattr(attack, "needs", "numbers"))]
+        found = [*declared(attack, experiment.public is not None)]
+        found += experiment.space.unmet("data", getattr(attack, "needs", "numbers"))
         found += (
             attack.problems(Prospect(simulated_client, *facts)) if isinstance(attack, CanRefuse) and not found else ()
         )

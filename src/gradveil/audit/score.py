@@ -583,6 +583,8 @@ def _matches(tensors: Mapping[str, Tensor]) -> dict[str, float | None]:
         for place, start in enumerate(names)
         for name, values in ((start, answer), (f"{start}_truth", truth))
     }
+    if "match_at_others" in tensors:
+        found["match_others"], found["layers_others"] = map(_median, tensors["match_at_others"][:, :2].unbind(1))
     if len(names) == 2:
         return found
     # Columns: match, layers, and behind them those of `explained`, with the extent of shared noise second.

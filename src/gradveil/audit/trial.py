@@ -443,9 +443,10 @@ def at_truth(made: Made, seen: Sequence[Observation], truth: Truth) -> Tensor:
 
 
 def judged(made: Made, seen: Sequence[Observation], truth: Truth) -> Tensors:
-    """Return `at_truth`, and `match_at_truth` [V, ...] of attacks that compute it: the same without priors.
+    """Return `at_truth`, and of attacks that compute it `match_at_truth` [V, ...]: the same without priors.
 
-    Of an attack of the user's own the match is computed for it, by the client that it says it simulates.
+    `match_at_others`, of other target clients' inputs (of one alone: mirrored), says what is much in such units. Of an
+    attack of the user's own the match is computed for it, by the client that it says it simulates.
     """
     attack, found = made.attack, made.found
     inputs = (
@@ -462,6 +463,8 @@ def judged(made: Made, seen: Sequence[Observation], truth: Truth) -> Tensors:
         return tensors | {"match_at_truth": match.to(found.objective)}
     if isinstance(attack, Matcher) and found.match is not None:
         tensors["match_at_truth"] = attack.match(*given)
+        others = inputs.roll(1, 0) if len(inputs) > 1 else inputs.flip(-1)
+        tensors["match_at_others"] = attack.match(*given[:4], others, *given[5:])
     return tensors
 
 

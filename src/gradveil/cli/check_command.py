@@ -37,6 +37,7 @@ _HELP = {
     "channels": "1 for grey, 3 for colour. Default: the channels of the data.",
     "prepare": "Try it with what cannot be attacked replaced in a copy, as gradveil audit --prepare does.",
     "batch": f"Examples per client. Default: {_EXAMPLES}.",
+    "attack": "Attack whose fit is checked, such as one of your own, instead of the file's. Repeatable.",
     "set": "Any setting of a run file: --set model.options.width=32 --set client.local.lr=0.1. Repeatable.",
     "filters": "Settings of an NVFlare client or a Flower pyproject.toml: print the epsilon of its privacy filters.",
     "parameters": "With --filters: number of the model's parameters, on which the epsilon of SVTPrivacy depends.",
@@ -46,6 +47,7 @@ _HELP = {
     "previous": "Parameters of the previous round, to detect jumps.",
 }
 _RUN = typer.Argument(metavar="[RUN]", help=_HELP["run"], show_default=False, autocompletion=completed("runs"))
+_ATTACK = typer.Option(help=_HELP["attack"], autocompletion=completed("attacks"))
 _DEFENCE = typer.Option(help="Defence to try it with. Repeatable.", autocompletion=completed("defences"))
 
 
@@ -58,6 +60,7 @@ def check(
     batch: Annotated[int | None, typer.Option(min=1, help=_HELP["batch"])] = None,
     prepare: Annotated[bool, typer.Option("--prepare", help=_HELP["prepare"])] = False,
     defence: Annotated[list[str] | None, _DEFENCE] = None,
+    attack: Annotated[list[str] | None, _ATTACK] = None,
     setting: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_HELP["set"])] = None,
     data_dir: DataDirOption = None,
     received: Annotated[Path | None, typer.Option(metavar="FILE", help=_HELP["received"])] = None,
@@ -97,7 +100,10 @@ def check(
     }
 
     def configured(defences: Sequence[str]) -> RunConfig:
-        settings = [*named_settings(flags | {"defences": [*defences] or None}, prepare), *(setting or [])]
+        settings = [
+            *named_settings(flags | {"defences": [*defences] or None, "attacks": attack or None}, prepare),
+            *(setting or []),
+        ]
         return _alone(flags, settings) if run is None else read(run, {}, settings)
 
     try:

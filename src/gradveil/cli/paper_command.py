@@ -39,6 +39,7 @@ _HELP = {
     "format": "How to write the table. html draws a figure of the paper again.",
     "out": "File to write instead of the terminal.",
     "every": "Include numbers without a measurement.",
+    "own": "Show only your own runs, and no records.",
     "record": "Write each finished row into the records.",
     "runs": "Folder of the paper runs.",
     "workers": "Single-threaded worker processes. Default: one per CPU core.",
@@ -163,13 +164,17 @@ def run_table(
     return 0
 
 
-@paper.command(name="show")
+@paper.command(name="show", cls=WithLists)
 def show_table(
     key: KeyArgument,
     table: TableArgument,
     form: Annotated[str, typer.Option("--format", click_type=click.Choice(_FORMATS), help=_HELP["format"])] = "text",
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help=_HELP["out"])] = None,
     every: Annotated[bool, typer.Option("--all", help=_HELP["every"])] = False,
+    own: Annotated[bool, typer.Option("--own", help=_HELP["own"])] = False,
+    rows: Annotated[list[str] | None, typer.Option(help=_HELP["rows"])] = None,
+    columns: Annotated[list[str] | None, typer.Option(help=_HELP["columns"])] = None,
+    settings: Annotated[list[str] | None, typer.Option(help=_HELP["settings"])] = None,
     runs: RunsOption = _RUNS,
     records: RecordsOption = None,
 ) -> int:
@@ -177,8 +182,12 @@ def show_table(
     from gradveil.papers import find_study
     from gradveil.papers.table_formats import FORMATS, as_text
 
-    _say_where_records_are(records)
-    compared = find_study(key).compare(table, runs, records)
+    if not own:
+        _say_where_records_are(records)
+    chosen: Any = {"rows": rows or (), "columns": columns or (), "settings": settings or ()}
+    compared = find_study(key).compare(table, runs, records, own=own, **chosen)
+    if compared.notice and (form != "text" or out):
+        typer.echo(compared.notice, err=True)
     width = max(80, shutil.get_terminal_size().columns)
     text = as_text(compared, width, every) if form == "text" else FORMATS[form](compared)
     if out is None:

@@ -19,6 +19,7 @@ Slot = Literal["model", "batch", "step", "send"]
 Trait = Literal[
     "anything",
     "changes updates",
+    "is unknown",
     "zeros entries",
     "zeros by size",
     "zeros the largest",
@@ -34,10 +35,10 @@ Trait = Literal[
 ]
 """What a defence does that decides which attacks are tried on it: the rows of `gradveil.audit.attackers` ask for these.
 
-The first two follow from the slots it fills. The others: it sends zeros, which show their places; zeros in place of the
-smallest, so that what was sent bounds the rest; zeros in place of the largest too; values rounded to known levels;
-noise of a known covariance; inputs mixed with others; inputs behind known transforms; units dropped at random; features
-drawn in a bottleneck; layers scaled by a key that each client keeps;
+The first two follow from the slots it fills, and what is in no catalogue is unknown. The others: it sends zeros, which
+show their places; zeros in place of the smallest, so that what was sent bounds the rest; zeros in place of the largest
+too; values rounded to known levels; noise of a known covariance; inputs mixed with others; inputs behind known
+transforms; units dropped at random; features drawn in a bottleneck; layers scaled by a key that each client keeps;
 gradients turned by a right angle, whose norms remain; or gradients of proxies added, which a search finds."""
 
 PRUNED: tuple[Trait, ...] = ("zeros entries",)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 
+from gradveil.core.formatting import plural
 from gradveil.metrics import METRICS, wilson
 from gradveil.papers.records import Record
 from gradveil.papers.study import Cell, Measurement, PrintedMetric, Study, TableEntry
@@ -58,6 +59,15 @@ class ComparedTable:
     study: Study
     entry: TableEntry
     cells: tuple[ComparedCell, ...]
+    hidden: Mapping[str, int] = field(default_factory=dict[str, int])
+    """How many numbers of local runs are not shown, because a record is of a larger scale or of more images."""
+
+    @property
+    def notice(self) -> str:
+        """Say that the reader's own runs are not shown; nothing if they are."""
+        own = ", ".join(f"{plural(count, 'number')} at {scale} scale" for scale, count in self.hidden.items())
+        hidden = f"Your own runs ({own}) are not shown, but records of a larger scale or of more images"
+        return f"{hidden}. To see yours: --own." if own else ""
 
     @property
     def counts(self) -> Counter[str]:
@@ -84,11 +94,20 @@ class ComparedTable:
         return dict(Counter(cell.record.scale for cell in self.cells if cell.record and cell.ours is not None))
 
 
-def compare(study: Study, table: str, measured: Measured) -> ComparedTable:
-    """Compare every number of a table with our measurements."""
+def compare(
+    study: Study,
+    table: str,
+    measured: Measured,
+    rows: Collection[str] = (),
+    columns: Collection[str] = (),
+    settings: Collection[str] = (),
+) -> ComparedTable:
+    """Compare the numbers of a table, or of some rows, columns and settings, with our measurements."""
     entry = study.table(table)
+    chosen = set(study.chosen_cells(entry.name, rows, columns, settings))
     cells = [_measured(study, cell, measured) for cell in study.cells_of(entry.name)]
-    return ComparedTable(study, entry, tuple(cell if cell.status else _judged(study, cell, cells) for cell in cells))
+    shown = (each for each in cells if each.cell in chosen)  # a place in an order is one among all rows
+    return ComparedTable(study, entry, tuple(each if each.status else _judged(study, each, cells) for each in shown))
 
 
 def _measured(study: Study, cell: Cell, measured: Measured) -> ComparedCell:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -82,15 +83,47 @@ class PaperStudy(Study):
         todo = row_runs(self, table, scale, rows, columns, settings, changes, attack, only)
         return estimate(todo, self.measured(runs, records), workers)
 
-    def compare(self, table: str, runs: Path = RUNS, records: Path | None = None) -> ComparedTable:
-        """Put our numbers next to the printed ones of a table."""
-        return compare(self, table, self.measured(runs, records))
+    def compare(
+        self,
+        table: str,
+        runs: Path = RUNS,
+        records: Path | None = None,
+        *,
+        own: bool = False,
+        rows: Collection[str] = (),
+        columns: Collection[str] = (),
+        settings: Collection[str] = (),
+    ) -> ComparedTable:
+        """Put our numbers next to the printed ones of a table, or of some of its rows, columns and settings.
 
-    def show(self, table: str, format: str = "text", runs: Path = RUNS, records: Path | None = None) -> str:
-        """Write a compared table as text, markdown, latex, html, json or csv."""
+        `own` leaves the records out, so that local runs are shown which a record of a larger scale would replace.
+        """
+        mine = compare(self, table, best(self.local(runs)), rows, columns, settings)
+        if own:
+            return mine
+        shown = compare(self, table, self.measured(runs, records), rows, columns, settings)
+        pairs = zip(mine.cells, shown.cells, strict=True)
+        hidden = Counter(a.record.scale for a, b in pairs if a.record and a.ours is not None and a.record != b.record)
+        return replace(shown, hidden=hidden)
+
+    def show(
+        self,
+        table: str,
+        format: str = "text",
+        runs: Path = RUNS,
+        records: Path | None = None,
+        *,
+        own: bool = False,
+        rows: Collection[str] = (),
+        columns: Collection[str] = (),
+        settings: Collection[str] = (),
+    ) -> str:
+        """Write a compared table as text, markdown, latex, html, json or csv; its choices are those of `compare`."""
         if format not in FORMATS:
             raise fail("format", f"'{format}' is unknown", f"known: {', '.join(FORMATS)}")
-        return FORMATS[format](self.compare(table, runs, records))
+        return FORMATS[format](
+            self.compare(table, runs, records, own=own, rows=rows, columns=columns, settings=settings)
+        )
 
     def run(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, cached_property
@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from gradveil.core.errors import fail
+from gradveil.core.errors import Problem, fail, refuse
 
 _FOLDER = files("gradveil.papers")
 Scale = Literal["quick", "standard", "paper"]
@@ -244,6 +244,24 @@ class Study:
             for setting, row, column, metric in product(part.settings, part.rows, part.columns, part.drawn)
         ]
         return [*printed, *drawn]
+
+    def chosen_cells(
+        self, table: str, rows: Collection[str] = (), columns: Collection[str] = (), settings: Collection[str] = ()
+    ) -> list[Cell]:
+        """List the numbers of some rows, columns and settings of a table (printed names, none for all)."""
+        cells, problems = self.cells_of(table), list[Problem]()
+        for key, chosen in (("row", rows), ("column", columns), ("setting", settings)):
+            known = list(dict.fromkeys(getattr(cell, key) for cell in cells))
+            what, remedy = "is not printed in this table", f"known: {', '.join(known)}"
+            problems += [Problem(f"--{key}s '{name}'", what, remedy) for name in chosen if name not in known]
+        refuse(problems)
+        return [
+            cell
+            for cell in cells
+            if (not rows or cell.row in rows)
+            and (not columns or cell.column in columns)
+            and (not settings or cell.setting in settings)
+        ]
 
     def _unit(self, metric: str) -> str:
         """Return the unit of values that are only drawn."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
@@ -21,6 +22,7 @@ from gradveil.papers.comparison import (
     AGREES,
     DIFFERS,
     DRAWN,
+    LEAST,
     NOT_RUN,
     PENDING,
     ComparedCell,
@@ -132,6 +134,8 @@ def as_text(table: ComparedTable, width: int = WIDTH, every: bool = False) -> st
         console.print(f"{LEGEND} floor: {MEANING['floor']}. adaptive: {MEANING['adaptive']}.")
     elif not every:
         console.print("Nothing is measured yet: --all shows the printed numbers.")
+    if table.notice:
+        console.print(table.notice)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
@@ -196,20 +200,39 @@ def _sheets(table: ComparedTable) -> list[PaperTable]:
     sheets = []
     for block in blocks(table):
         head = [PlacedText(""), *(PlacedText(heading(column)) for column in block.columns)]
+        measured = [cell for row in block.rows.values() for cell in row.values() if cell.ours is not None]
+        extents = Counter(map(_extent, measured))
+        usual = max(extents, key=lambda extent: extents[extent], default="")
         rows = []
         for name, row in block.rows.items():
-            cells = [_both(row[column]) if column in row else "" for column in block.columns]
+            cells = [_both(row[column], usual) if column in row else "" for column in block.columns]
             rows.append([PlacedText(text) for text in (name, *cells, block.floor(name), block.adaptive(name))])
-        caption = (
-            f"{table.study.citation}, {table.entry.name}. {block.setting}. Each cell: paper / ours. {table.summary}."
-        )
+        sentences = [
+            f"{table.study.citation}, {table.entry.name}",
+            block.setting,
+            "Each cell: paper / ours",
+            usual and f"Ours: {usual}{' unless noted' if len(extents) > 1 else ''}",
+            f"Fewer than {LEAST} images: not comparable"
+            if any(c.attacks and c.count < LEAST for c in measured)
+            else "",
+            table.summary,
+        ]
+        caption = " ".join(f"{sentence}." for sentence in sentences if sentence)
         sheets.append(PaperTable(caption, [*head, PlacedText("floor"), PlacedText("adaptive")], rows, notes))
     return sheets
 
 
-def _both(compared: ComparedCell) -> str:
-    ours = our_text(compared) if compared.ours is not None else NOT_RUN
-    return f"{printed_text(compared)} / {ours}"
+def _extent(compared: ComparedCell) -> str:
+    """Write how many images or trainings are behind our number, and the scale."""
+    assert compared.record is not None
+    return f"n = {compared.count} at {compared.record.scale} scale"
+
+
+def _both(compared: ComparedCell, usual: str) -> str:
+    if compared.ours is None:
+        return f"{printed_text(compared)} / {NOT_RUN}"
+    extent = _extent(compared)
+    return f"{printed_text(compared)} / {our_text(compared)}{'' if extent == usual else f', {extent}'}"
 
 
 def _markdown(table: ComparedTable) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +25,7 @@ from gradveil.audit.preflight import open_experiment
 from gradveil.audit.run_directory import AUDIT, Store
 from gradveil.audit.run_file import assemble, assemble_training
 from gradveil.audit.trial import sharing
-from gradveil.core.errors import GradveilError, Problem, refuse
+from gradveil.core.errors import GradveilError
 from gradveil.data import load
 from gradveil.federated.training_config import TrainConfig
 from gradveil.federated.training_run import TRAINING_RUN
@@ -134,18 +134,14 @@ def row_runs(
     table's attacks, and leaves its trainings out. `only` leaves its trainings or its attacks out.
     """
     entry = study.table(table)
-    chosen = {"row": rows, "column": columns, "setting": settings}
-    cells = study.cells_of(entry.name)
-    refuse([problem for key, names in chosen.items() for problem in _unknown(key, names, cells)])
     groups: dict[tuple[str, str, str], list[Cell]] = {}
-    for cell in cells:
+    for cell in study.chosen_cells(entry.name, rows, columns, settings):
         wanted = study.measurement(cell)
         if wanted is None or (only == "trainings" and wanted.attack):
             continue
         if not wanted.attack and (attack or only == "attacks"):
             continue
-        if all(not names or getattr(cell, key) in names for key, names in chosen.items()):
-            groups.setdefault((wanted.run, wanted.defence, attack or wanted.attack), []).append(cell)
+        groups.setdefault((wanted.run, wanted.defence, attack or wanted.attack), []).append(cell)
     more = [word for change in changes for word in ("--set", change)]
     more += (["--attack", attack] if attack else []) + (["--only", only] if only else [])
     return [
@@ -169,13 +165,6 @@ def stand_in_data(row: RowRun) -> RowRun:
         return replace(row, changes=(*row.changes, "data.name=patches"))
     changes = ["data.name=digits", *(["data.channels=3"] if coloured else [])]
     return replace(row, changes=(*row.changes, *changes))
-
-
-def _unknown(key: str, given: Collection[str], cells: Sequence[Cell]) -> Iterator[Problem]:
-    names = list(dict.fromkeys(getattr(cell, key) for cell in cells))
-    for name in given:
-        if name not in names:
-            yield Problem(f"--{key}s '{name}'", "is not printed in this table", f"known: {', '.join(names)}")
 
 
 def running_code() -> str:

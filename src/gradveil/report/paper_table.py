@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -93,7 +94,21 @@ _LATEX = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
     **{"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}", "<": "$<$", ">": "$>$"},
     "|": "\\textbar{}",
-    **{"†": "$^\\dagger$", "‡": "$^\\ddagger$", "§": "$^\\S$", DASH: "--", '"': "''", "±": "$\\pm$", "−": "$-$"},
+    **{
+        "†": "$^\\dagger$",
+        "‡": "$^\\ddagger$",
+        "§": "$^\\S$",
+        DASH: "--",
+        '"': "''",
+        "“": "``",
+        "”": "''",
+        "±": "$\\pm$",
+        "−": "$-$",
+    },
+    **{"≠": "$\\neq$", "×": "$\\times$", "·": "$\\cdot$", "≤": "$\\leq$", "≥": "$\\geq$", "≈": "$\\approx$"},
+    **{"→": "$\\rightarrow$", "∞": "$\\infty$", "…": "\\ldots{}", "—": "---", "²": "$^2$", "½": "$\\frac12$"},
+    **{"α": "$\\alpha$", "β": "$\\beta$", "γ": "$\\gamma$", "δ": "$\\delta$", "ε": "$\\varepsilon$"},
+    **{"λ": "$\\lambda$", "μ": "$\\mu$", "σ": "$\\sigma$", "τ": "$\\tau$", "Δ": "$\\Delta$", "√": "$\\surd$"},
 }
 
 
@@ -102,8 +117,10 @@ def _escaped(text: str) -> str:
 
     >>> print(_escaped("dp(sigma=1e-4)_{x} 5–10%"))
     dp(sigma=1e-4)\_\{x\} 5--10\%
+    >>> print(_escaped('portfolio(objective="cosine") ≠ ig'))
+    portfolio(objective=``cosine'') $\neq$ ig
     """
-    return "".join(_LATEX.get(character, character) for character in text)
+    return "".join(_LATEX.get(character, character) for character in re.sub('"([^"]*)"', r"“\1”", text))
 
 
 def _with_math(text: str) -> str:
@@ -237,20 +254,22 @@ class Matrix:
         return max(scores, key=lambda score: score[:2])[2] if len(scores) > 1 else None
 
     def caption(self) -> str:
-        """Describe the numbers of the table."""
-        if "caption" in self.choices.headers:
-            return self.choices.headers["caption"]
+        """Describe the numbers of the table; a caption of one's own keeps the threshold, the count and the baseline."""
         seeds = f" over {self.seeds} seeds, each attack run counted separately," if self.seeds > 1 else ""
         count = f"{plural(self.usual, 'image')}{seeds} unless noted"
         shown = listing(text for metric in self.metrics if (text := self._meaning(metric)))
+        words = next((row.words for entry in self.entries.values() for row in entry.rows), ExampleWords())
+        rates = {*self.metrics} & {*RATES}
+        if own := self.choices.headers.get("caption"):
+            rule = f"Recovered: an SSIM above {self.threshold:g}; " if rates else ""
+            return " ".join([own, words.told(f"{rule}{count}. {self.findings.guess if rates else ''}".rstrip())])
         sentences = [
             f"{self.title}: {shown}; {count}." if shown else f"{self.title}.",
             "Bold: the strongest attacker." if shown else "",
             "Accuracy: of the model in training, with its 95% interval." if self.costed else "",
             self.findings.no_progress if self.costed else "",
-            *((self.findings.guess, self.findings.control) if {*self.metrics} & {*RATES} else ()),
+            *((self.findings.guess, self.findings.control) if rates else ()),
         ]
-        words = next((row.words for entry in self.entries.values() for row in entry.rows), ExampleWords())
         return words.told(" ".join(filter(None, sentences)))
 
     def _meaning(self, metric: str) -> str:

@@ -22,6 +22,7 @@ from gradveil.attacks.inversion.inversion_settings import InversionSettings
 from gradveil.attacks.inversion.problem import InversionProblem
 from gradveil.attacks.inversion.rehearsal import choose, prepare, rehearse
 from gradveil.attacks.inversion.solve import rows_at_once, search_rows
+from gradveil.attacks.inversion.undone_entries import is_map_of_entries
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.labels import label_problems
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, Remark
@@ -65,6 +66,9 @@ class Inversion(InversionSettings):
             problem = "subtracts additive noise, and this attacker ignores the defence that adds it"
             fix = "set simulated_client=full, or choose an attack that does: wiig, cdia"
             yield Problem("additive=subtracted", problem, fix)
+        if self.undo_entries and not is_map_of_entries(prospect.simulated_client, prospect.examples, Key(0)):
+            problem = "finds that what is sent is no map of the gradient's single entries, or hides too much of them"
+            yield Problem("undo_entries", problem, "leave it out")
         if self.solver is not None:
             fix = "leave start=solved out: it is for models whose first layer reveals its input"
             for problem in self.solver.problems(prospect):

@@ -73,6 +73,9 @@ class InversionSettings(Checked):
     subtract: bool = False
     """Subtract known additive noise from the observed update, if its contribution does not depend on the images."""
     undo: Annotated[bool, "Search the images that the client trained on, then undo the batch defence."] = False
+    undo_entries: Annotated[
+        bool, "Undo a defence that maps each entry to another number, as simulated clients show it, and search then."
+    ] = False
     median: Annotated[bool, "Take the median of 3x3 pixels over the images that are found."] = False
     pool: Annotated[bool, "Pool the restarts, matched to the best: medians of numbers, means of probabilities."] = False
     step_size: Annotated[
@@ -142,6 +145,9 @@ class InversionSettings(Checked):
         if self.undo and self.simulated_client == "naive":
             problem = "undoes a batch defence, but this attacker ignores the defence"
             yield Problem(f"{self.name}.undo", problem, "set simulated_client=full")
+        if self.undo_entries and self.simulated_client == "naive":
+            problem = "undoes what a defence does to entries, but this attacker ignores the defence"
+            yield Problem(f"{self.name}.undo_entries", problem, "set simulated_client=full")
 
     @property
     def solver(self) -> Analytic | None:

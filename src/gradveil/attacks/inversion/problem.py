@@ -31,7 +31,9 @@ from gradveil.attacks.inversion.distances import (
 from gradveil.attacks.inversion.image_sources import INPUTS, TARGETS, WEIGHTS, Canvas
 from gradveil.attacks.inversion.inversion_settings import InversionSettings
 from gradveil.attacks.inversion.known_noise import Whitening, added, candidates, stages
+from gradveil.attacks.inversion.simulated_gradients import Loudness, loudness
 from gradveil.attacks.inversion.surrogate_model import PLACE, PROBES, on_the_line, place, place_noise
+from gradveil.attacks.inversion.undone_entries import without_map
 from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Neutral, Optimise, Sample
 from gradveil.attacks.labels import find_labels
 from gradveil.attacks.noise_likelihood import ADDED, COLUMNS, DRAWS, explained, log_likelihood, sharing
@@ -126,6 +128,8 @@ class InversionProblem:
 
         Where it `judges` given images, it repeats a search of the defence: a search by the attack would take its place.
         """
+        if attack.undo_entries and (without := without_map(observations, simulated_client, key)) is not None:
+            observations, simulated_client = without
         original, simulated_client = simulated_client, attack.believed(simulated_client)
         if attack.relaxes and not judges:
             step = relaxed(simulated_client.step, simulated_client.domain)
@@ -162,6 +166,9 @@ class InversionProblem:
         }
         if attack.subtract:
             self._subtract()
+        raw = {r.of(n): v for r in self.rounds for n, v in r.observed.items()}
+        self.loud = {r.number: found for r in self.rounds if (found := self._loudness(r)) is not None}
+        self.raw = raw if self.loud else {}
         self.off = {n for n, how in self.how.items() if not isinstance(how, Known | Optimise | Sample)}
         # Counts of classes are those of the client's steps, of which a surrogate knows nothing.
         trains = self.rounds[0].simulated_client if attack.surrogate == "none" else first.believed(original)
@@ -181,7 +188,7 @@ class InversionProblem:
         self.draws = Draws(key, first.target_clients, attack.restarts, sampled, more, self.device)
         self.consensus = Consensus(attack.restarts, attack.register) if attack.group else None
         self.whitening = Whitening() if attack.whiten else None
-        self.angle = attack.objective == "cosine" and not attack.whiten and attack.surrogate == "none"
+        self.angle = attack.objective == "cosine" and not (attack.whiten or self.loud) and attack.surrogate == "none"
 
     def _ignored(self, inputs: Tensor) -> set[str]:
         """Return the names of the parameters that are left out of the distance."""
@@ -225,6 +232,16 @@ class InversionProblem:
             self.how.update(dict.fromkeys(names, Neutral()))
             self.known = {n: value for n, value in self.known.items() if n not in names}
 
+    def _loudness(self, r: ObservedRound) -> Loudness | None:
+        """Take what outweighs the gradient out of a round's update, and return it; None where nothing does."""
+        if self.attack.surrogate != "none" or self.ignored:
+            return None
+        key = self.key.child(Stream.CANDIDATES, "loudness")
+        found = loudness(r.simulated_client, r.params, self.examples, key)
+        if found is not None:
+            r.observed.update(found.quiet(r.observed))
+        return found
+
     def _wide(self, tensors: Mapping[str, Tensor]) -> Tensors:
         return {n: v.to(self.device).expand(self.target_clients, *v.shape) for n, v in tensors.items()}
 
@@ -261,6 +278,7 @@ class InversionProblem:
             constants |= under("noise", take({r.of(n): v for n, v in r.pinned.items()}, target_clients))
             if self.angle:
                 constants[f"squares.{r.number}"] = squared_lengths(list(r.observed.values()))[target_clients]
+        constants |= under("raw", take(self.raw, target_clients))
         if self.labels is not None:
             constants[TARGETS] = self.labels[target_clients]
         constants |= under("noise", take(self.known, target_clients))
@@ -376,7 +394,7 @@ class InversionProblem:
         ]
         if not unknown or self.attack.surrogate != "none":  # a gradient has not the length of an update
             return torch.full((len(rows), COLUMNS), torch.nan, dtype=self.dtype, device=self.device)
-        state, observed = select(constants, "state"), select(constants, "observed")
+        state, observed = select(constants, "state"), select(constants, "raw" if self.loud else "observed")
         target_clients = [self.draws.target_clients[row // self.attack.restarts] for row in rows.tolist()]
         keys = [self.key.child(Stream.DISTURBANCE, target_client) for target_client in target_clients]
         off = {n: self.noise[n].off().to(self.device) for n in unknown}
@@ -440,6 +458,8 @@ class InversionProblem:
             # Noise is off here, so that its scales do not matter. Switching them off saves their computation.
             quiet = {n: v.off().expand(len(rows), *v.shape).to(self.example) for n, v in self.scales.items()}
             sent, after = self._simulated(r, batch, {**of_round, **quiet}, state, compared, noise)
+            if r.number in self.loud:
+                sent = self.loud[r.number].quiet({n: sent[n] for n in compared})
             if self.whitening is not None:
                 weights, whitening_state = self.whitening(
                     r.number, r.simulated_client, r.params, batch, of_round, whitening_state, rows, iteration

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from gradveil.core.errors import GradveilError
-from gradveil.defences import entries
+from gradveil.defences import DEFENCES, entries
 from gradveil.defences.entry import DefenceEntry, Trait
 
 Server = Literal["curious", "malicious"]
@@ -125,6 +125,15 @@ RULES: tuple[Rule, ...] = (
         ("cdia(rounds=all, lr=0.1)",),
         "the client keeps its secret key over the rounds, so all rounds have to fit one key",
         defence="locks",
+    ),
+    Rule(
+        (
+            "portfolio(simulated_client=naive)",
+            "portfolio(undo_entries=true)",
+            'portfolio(objective="layerwise-cosine")',
+        ),
+        "nothing says what the defence does: it is ignored, its map of entries is undone, or layers are weighed alike",
+        defence="is unknown",
     ),
     Rule(
         ('portfolio(objective="layerwise-cosine")',),
@@ -308,11 +317,13 @@ def _traits(entry: DefenceEntry) -> frozenset[Trait]:
     """Return what a defence of the catalogue does, with what follows from the slots that it fills."""
     changed: tuple[Trait, ...] = ("anything",) if entry.changes else ()
     updates: tuple[Trait, ...] = ("changes updates",) if {"step", "send"} & {*entry.changes} else ()
-    return frozenset((*entry.traits, *changed, *updates))
+    said = entry.name in DEFENCES or entry.traits or entry.adaptive
+    return frozenset((*entry.traits, *changed, *updates, *(() if said else _UNKNOWN)))
 
 
-_UNKNOWN: frozenset[Trait] = frozenset(("anything",))
-"""What is known of a defence that is in no catalogue, such as an object from Python: it changes something."""
+_UNKNOWN: frozenset[Trait] = frozenset(("anything", "is unknown"))
+"""What is known of a defence that is in no catalogue, such as an object from Python, or of whose package says no more:
+it changes something."""
 
 
 Part = tuple[frozenset[Trait], tuple[str, ...]]
@@ -333,8 +344,8 @@ def aimed_by(server: Server, defence: str | DefenceEntry, kind: str | None = Non
 
     `kind` is that of the examples: without it, images, or what an entry is for.
 
-    >>> aimed_by("curious", "dropout"), aimed_by("curious", "dropout + what an object is called")
-    (['portfolio', 'learned', 'dia'], ['portfolio', 'learned', 'dia'])
+    >>> aimed_by("curious", "dropout"), len(aimed_by("curious", "dropout + what an object is called"))
+    (['portfolio', 'learned', 'dia'], 6)
     >>> aimed_by("malicious", "dropout")[0], len(aimed_by("malicious", "dgp")) - len(aimed_by("malicious", "dropout"))
     ('rob(bins=512)', 2)
     """
@@ -351,6 +362,15 @@ def aimed_by(server: Server, defence: str | DefenceEntry, kind: str | None = Non
         for text in rule.attacks
     )
     return list(dict.fromkeys((*named, *chosen)))
+
+
+def is_unknown(defence: str) -> bool:
+    """Return whether nothing says what a part of a defence does, so that only general attacks are made on it.
+
+    >>> is_unknown("dropout + dp(clip=1, sigma=1)"), is_unknown("an object's name")
+    (False, True)
+    """
+    return any("is unknown" in traits for traits, _ in parts_of(defence))
 
 
 def excludes(rule: Rule, defence: str) -> bool:

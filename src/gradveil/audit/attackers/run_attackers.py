@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.protocol import Attack, CanRefuse
 from gradveil.audit.attack_selection import ADAPTIVE, MALICIOUS, UNDEFENDED, has_control, undefended, without_aim
-from gradveil.audit.attackers.attacker_table import RULES, Rule, Server, aims_at, excludes
+from gradveil.audit.attackers.attacker_table import RULES, Rule, Server, aims_at, excludes, is_unknown, parts_of
 from gradveil.audit.attackers.update_facts import UpdateFacts
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.experiment import Experiment
@@ -16,7 +16,10 @@ from gradveil.audit.run_file import with_defaults
 from gradveil.client import Client
 from gradveil.core.errors import Problem
 from gradveil.core.formatting import listing
+from gradveil.core.user_code import users
 from gradveil.defences.entry import Trait
+from gradveil.nn.normalisation import running_statistics
+from gradveil.nn.weight_files import put_weights
 
 Unfit = dict[tuple[int, str, str], str]
 """(client, defence, attack) -> why the attack does not apply there."""
@@ -69,11 +72,36 @@ def decide(experiment: Experiment, attacks: Iterable[str] | None = None) -> list
     word for them.
     """
     malicious = MALICIOUS in _words(experiment.config.attacks if attacks is None else attacks)
-    facts = [UpdateFacts(experiment, index) for index in range(len(experiment.config.client))]
     clients = _Clients(experiment)
+    facts = [_facts(experiment, index) for index in range(len(experiment.config.client))]
     kind = experiment.space.words.kind
     rules = [rule for rule in RULES if rule.seen and kind in rule.kinds and (malicious or rule.server == "curious")]
     return [_decision(experiment, rule, text, facts, clients) for rule in rules for text in rule.attacks]
+
+
+def attackers_of(facts: UpdateFacts, defence: str, client: Client) -> list[str]:
+    """List the attacks of the table, and those of the defence's own package, on one update of a defended client."""
+    named = [text for _, texts in parts_of(defence) for text in texts]
+    kind = facts.domain.space.words.kind
+    rules = (rule for rule in RULES if rule.server == "curious" and kind in rule.kinds)
+    fit = (rule for rule in rules if _does(rule, defence, client) and not facts.lacks(rule))
+    return list(dict.fromkeys((*named, *(text for rule in fit for text in rule.attacks))))
+
+
+def _facts(experiment: Experiment, index: int) -> UpdateFacts:
+    """Take the facts of what one of a run's clients sends."""
+    slots = ((getattr(d, "step", None), getattr(d, "send", None)) for d in experiment.defences.values())
+    seed = experiment.config.seeds[0]
+    defended = experiment.client(index, next(iter(experiment.defences)), seed)
+    put_weights(defended.model, experiment.source.received(defended))
+    return UpdateFacts(
+        experiment.undefended(index, seed),
+        experiment.config.client[index].examples,
+        experiment.domain,
+        public=None if experiment.public is None else len(experiment.public),
+        changed=any(slot is not None for both in slots for slot in both),
+        statistics=bool(running_statistics(defended.model)),
+    )
 
 
 def _words(attacks: Iterable[str]) -> set[str]:
@@ -150,6 +178,11 @@ def closed_forms(experiment: Experiment, decisions: Sequence[Decision], *, calle
                 fix = f"attack it so: {remedy}; {rule.ends}"
                 text = experiment.space.words.told(rule.weakness)
                 yield Problem(where, f"{text}: {seen}", fix, severity="warning")
+    unknown = [defence for defence in experiment.defences if is_unknown(defence)]
+    if unknown and not any(map(users, experiment.attacks.values())):
+        what = f"attacks that know {listing(unknown)} were not made: nothing says what a defence of your own does"
+        own = 'attacks=["package:Yours"]' if called else "--attack package:Yours"
+        yield Problem("defences", what, f"attack it so: {own}; general attacks can miss what it leaks", "warning")
 
 
 def untested(warning: str) -> str:
@@ -159,7 +192,7 @@ def untested(warning: str) -> str:
     'one image may come back (--attack r-gap)'
     """
     cause, _, remedy = warning.partition(" -> ")
-    what = cause.partition(": ")[2].partition(":")[0]
+    what = cause.partition(": ")[2].partition(": ")[0]
     return f"{what} ({remedy.removeprefix('attack it so: ').partition(';')[0]})"
 
 

@@ -12,14 +12,12 @@ from gradveil.attacks.malicious.hidden_units import CopiedRows, QuantileBiases
 from gradveil.attacks.protocol import Prospect
 from gradveil.attacks.sequences.embedding_rows import EmbeddingRows
 from gradveil.audit.attackers.attacker_table import FACTS, Fact, Rule
-from gradveil.audit.experiment import Experiment
 from gradveil.client import Client
 from gradveil.core.errors import Problem
 from gradveil.core.formatting import plural
+from gradveil.core.types import Domain
 from gradveil.nn.first_layer_equations import InputEquations, shown
 from gradveil.nn.layer_chain import Link, chained, settles
-from gradveil.nn.normalisation import running_statistics
-from gradveil.nn.weight_files import put_weights
 
 
 class SeenFact(NamedTuple):
@@ -30,12 +28,18 @@ class SeenFact(NamedTuple):
 
 
 class UpdateFacts:
-    """The facts of what one of a run's clients sends; each is looked up when it is asked for."""
+    """The facts of what a client sends; each is looked up when it is asked for."""
 
-    def __init__(self, experiment: Experiment, index: int) -> None:
-        """Take a run and the number of one of its clients."""
-        self.experiment, self.index = experiment, index
-        self.settings = experiment.config.client[index]
+    def __init__(
+        self, client: Client, examples: int, domain: Domain, *, public: int | None, changed: bool, statistics: bool
+    ) -> None:
+        """Take a client without its defence, the examples of an update, and how many public ones are given, if any.
+
+        `changed` says whether a defence changes the update, and `statistics` whether the model that the client receives
+        carries running statistics.
+        """
+        self.client, self.examples, self.domain, self.public = client, examples, domain, public
+        self.changed, self.statistics = changed, statistics
         self._known = dict[Fact, SeenFact]()
 
     def __getitem__(self, fact: Fact) -> SeenFact:
@@ -53,51 +57,38 @@ class UpdateFacts:
 
     def prospect(self, client: Client) -> Prospect:
         """Return what an attack may know of the update of this client before it is sent."""
-        experiment = self.experiment
-        public = len(experiment.public or ())
-        return Prospect(client, experiment.space.shape, self.settings.examples, experiment.classes, public)
-
-    @cached_property
-    def client(self) -> Client:
-        """The client without its defence."""
-        return self.experiment.undefended(self.index, self.experiment.config.seeds[0])
+        return Prospect(client, self.domain.space.shape, self.examples, self.domain.classes, self.public or 0)
 
     @cached_property
     def equations(self) -> tuple[InputEquations | None, list[Problem]]:
         """The equations of the first layer, or the reasons why there are none."""
         client = self.client
-        return shown(client.model, client.params(), self.experiment.space.shape, client.trained())
+        return shown(client.model, client.params(), self.domain.space.shape, client.trained())
 
     @cached_property
     def links(self) -> tuple[tuple[Link, ...], list[Problem]]:
         """The layers of a plain chain, or the reasons why the model is none."""
         client = self.client
-        return chained(client.model, client.params(), self.experiment.space.shape, client.trained())
+        return chained(client.model, client.params(), self.domain.space.shape, client.trained())
 
     def _look(self, fact: Fact) -> SeenFact:
         holds, lacks = FACTS[fact]
-        if fact == "one example":
-            alone = self.settings.examples == 1 and self.settings.local is None
-            return SeenFact(alone, holds if alone else lacks)
-        if fact == "several examples":
-            several = self.settings.examples > 1
-            return SeenFact(several, holds if several else lacks)
-        if fact == "local steps":
-            local = self.client.local
-            steps = 1 if local is None else local.count(self.settings.examples // self.client.members)
-            return SeenFact(steps > 1, holds if steps > 1 else lacks)
-        if fact == "changed update":
-            slots = ((getattr(d, "step", None), getattr(d, "send", None)) for d in self.experiment.defences.values())
-            changed = any(slot is not None for both in slots for slot in both)
-            return SeenFact(changed, holds if changed else lacks)
         if fact == "public examples":
-            given = self.experiment.public is not None
-            return _unless(list(prior_problems(self.experiment.space.shape, 1, public=given)), holds)
-        if fact == "running statistics":
-            carried = self._carries()
-            return SeenFact(carried, holds if carried else lacks)
+            return _unless(list(prior_problems(self.domain.space.shape, 1, public=self.public is not None)), holds)
         if fact == "trained embeddings":
             return _unless(list(EmbeddingRows().problems(self.prospect(self.client))), holds)
+        local = self.client.local
+        steps = 1 if local is None else local.count(self.examples // self.client.members)
+        gradient = local is None or (steps == 1 and local.optimiser == "sgd" and not local.weight_decay)
+        simple = {
+            "one example": self.examples == 1 and gradient,
+            "several examples": self.examples > 1,
+            "local steps": steps > 1,
+            "changed update": self.changed,
+            "running statistics": self.statistics,
+        }
+        if fact in simple:
+            return SeenFact(simple[fact], holds if simple[fact] else lacks)
         return self._structure(fact)
 
     def _structure(self, fact: Fact) -> SeenFact:
@@ -123,13 +114,6 @@ class UpdateFacts:
         if fact == "patches":
             return SeenFact(len(layer.pixels) > 1, holds if len(layer.pixels) > 1 else lacks)
         return SeenFact(True, f"the gradient of '{layer.errors}' says what went into '{layer.path}'")
-
-    def _carries(self) -> bool:
-        """Return whether the model that the client receives carries running statistics."""
-        experiment = self.experiment
-        client = experiment.client(self.index, next(iter(experiment.defences)), experiment.config.seeds[0])
-        put_weights(client.model, experiment.source.received(client))
-        return bool(running_statistics(client.model))
 
 
 def _unless(problems: list[Problem], holds: str) -> SeenFact:

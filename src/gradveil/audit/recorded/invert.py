@@ -22,6 +22,8 @@ from gradveil.attacks.learned import Learned
 from gradveil.attacks.protocol import Active, Attack, CanRefuse, Observation, Prospect, Reconstruction
 from gradveil.audit.argument_checks import answer, declared, model_problems, prepared
 from gradveil.audit.attack_selection import ADAPTIVE
+from gradveil.audit.attackers.run_attackers import attackers_of
+from gradveil.audit.attackers.update_facts import UpdateFacts
 from gradveil.audit.audit_config import FIRST_SEARCH
 from gradveil.audit.grants import told
 from gradveil.audit.recorded.inverted_update import Inverted
@@ -42,12 +44,11 @@ from gradveil.data.tables import is_frame
 from gradveil.data.text_arguments import named_as, text_arguments
 from gradveil.defences import Defence, parse
 from gradveil.metrics import label_accuracy
-from gradveil.nn.layer_chain import chained, settles
 from gradveil.nn.module_paths import count_classes
+from gradveil.nn.normalisation import running_statistics
 from gradveil.nn.token_layout import TokenModel
 from gradveil.spaces import ImageSpace
 
-_CLOSED_FORMS = ("analytic", "unmix", "r-gap")
 """Attacks that solve equations for inputs of numbers: tried before a search, in this order."""
 _EXACT, _EXPLAINS = 1e-3, 0.1
 """Relative distances to the update: up to which no other closed form is tried, and no search. 0.08 is common where
@@ -114,8 +115,8 @@ def invert_update(
             least, most = torch.aminmax(true_inputs) if from_truth else (torch.zeros(()), torch.ones(()))
             ends: Bounds = (float(least), float(most)) if from_truth else bounds
             space = space_of_vectors_sent(*data, names, ends, mean, std)
-    chosen = _usual_attacks(space, model) if attack is None or attack == ADAPTIVE else [attack]
-    made = named("attack", chosen, lambda text: make_attack(text, own=True), problems)
+    usual = attack is None or attack == ADAPTIVE
+    made = {} if usual else named("attack", [attack], lambda text: make_attack(text, own=True), problems)
     loss = loss or usual_loss(model)
     like = next((value for value in model.parameters() if value.is_floating_point()), None)
     device = torch.device("cpu") if like is None else like.device
@@ -166,19 +167,26 @@ def invert_update(
     if plain:
         refuse(list(_contradictions(seen, client, blank[:1], known if _are_classes(known) else None, whose)))
     sent = _SentUpdate(seen, client, given, None if public is None else Batch(*public), Key(seed, (Stream.ATTACK,)))
-    *closed, last = made.values()
+    attacks = list(made.values())
+    if not attacks:
+        facts = UpdateFacts(
+            Client(model, loss, local=local, domain=domain),
+            examples,
+            domain,
+            public=None if public is None else len(public[0]),
+            changed=client.step is not None or client.send is not None,
+            statistics=bool(running_statistics(model)),
+        )
+        attacks = _usual_attacks(facts, next(iter(against)), client, every=attack == ADAPTIVE)
     answers: list[tuple[float, Attack, bool, Reconstruction]] = []
-    for by, restored in map(sent.with_labels, closed):
-        if sent.settled(by):
+    for left, (by, restored) in zip(reversed(range(len(attacks))), map(sent.with_labels, attacks), strict=True):
+        wrong = list(sent.problems(by))
+        if not left and not answers:
+            refuse(wrong)
+        enough = _EXPLAINS if _searches(by) else _EXACT
+        if not wrong and not any(distance <= enough for distance, *_ in answers):
             found = sent.attacked(by)
-            answers.append((sent.distance(found), by, restored, found))
-            if answers[-1][0] <= _EXACT:
-                break
-    if not any(distance <= _EXPLAINS for distance, *_ in answers):
-        by, restored = sent.with_labels(last)
-        refuse(list(sent.problems(by)))
-        found = sent.attacked(by)
-        answers.append((math.nan if words else sent.distance(found), by, restored, found))
+            answers.append((math.nan if words else sent.distance(found), by, restored, found))
     distance, by, restored, found = min(answers, key=lambda answer: answer[0])
     images = space.view(found.inputs[0].detach())
     metrics = {}
@@ -240,13 +248,21 @@ def _space_of(*given: Any) -> Space | None:
     return next((each.example for each in given if isinstance(each, Dataset) and each.example is not None), None)
 
 
-def _usual_attacks(space: Space | None, model: nn.Module) -> list[str | Attack]:
-    """List the closed forms that are tried, and last the attack that is made where none of them explains the update."""
-    if isinstance(model, TokenModel) and not model.layout.attention:
-        return ["embedding-search"]
-    if space is not None and not space.pictured and "columns" not in space.offers:
-        return ["span"]
-    return [*_CLOSED_FORMS, FIRST_SEARCH["images" if space is None or space.pictured else "rows"]]
+def _usual_attacks(facts: UpdateFacts, defence: str, client: Client, every: bool) -> list[Attack]:
+    """List what attacks such an update: closed forms, and behind them the first search, or every one."""
+    space, model = facts.domain.space, facts.client.model
+    if "tokens" in space.offers:
+        blind = isinstance(model, TokenModel) and not model.layout.attention
+        return [make_attack("embedding-search" if blind else "span")]
+    known = [make_attack(text) for text in attackers_of(facts, defence, client)]
+    closed, searches = ([each for each in known if _searches(each) == search] for search in (False, True))
+    searches = searches or [make_attack(FIRST_SEARCH["images" if space.pictured else "rows"])]
+    return [*closed, *(searches if every else searches[:1])]
+
+
+def _searches(attack: Attack) -> bool:
+    """Whether an attack searches or learns, rather than solves equations."""
+    return isinstance(attack, Inversion | Learned)
 
 
 @dataclass(frozen=True)
@@ -296,19 +312,10 @@ class _SentUpdate:
         worst = max(off[name] / max(size, least, math.ulp(0)) for name, size in sizes.items())
         return worst if math.isfinite(worst) else math.inf
 
-    def settled(self, attack: Attack) -> bool:
-        """Whether a closed form can be made, and only one input solves its equations."""
-        if isinstance(attack, Recursive):
-            shape, trained = self._knowledge(attack).space.shape, self.client.trained()
-            links, problems = chained(self.client.model, self.client.params(), shape, trained)
-            if problems or not settles(links):
-                return False
-        return not list(self.problems(attack))
-
     def problems(self, attack: Attack) -> Iterator[Problem]:
         """Say why this attack cannot be made on an update that is already there."""
         where, knowledge = f"attack {attack.name}", self._knowledge(attack)
-        yield from (replace(p, where=f"{where}: {p.where}") for p in declared(attack))
+        yield from (replace(p, where=f"{where}: {p.where}") for p in declared(attack, self.public is not None))
         if isinstance(attack, Active):
             what = "changes the model before an update is made, and this one is there already"
             yield Problem(where, what, "give the changed model and an attack that only looks, or use gradveil.audit")

@@ -108,7 +108,9 @@ class Inverted:
         labels = ", ".join(str(label) for label in self.labels.tolist()[:_FEW]) + (", …" if count > _FEW else "")
         how = "restored from the update" if self.restored else "given" if self.given else "found with the examples"
         by = f"{self.attack}: " if self.attack else ""
-        ended = f"{by}objective {number(self.objective)} after {plural(self.iterations, 'iteration')} ({self.status})"
+        ended = f"{by}objective {number(self.objective)}"
+        if self.iterations > 1 or self.status != "converged":  # one is what attacks without iterations report
+            ended += f" after {plural(self.iterations, 'iteration')} ({self.status})"
         ended += "" if math.isnan(self.distance) else f", its update {percent(self.distance)} off"
         doubt = "".join(f"\n{line}" for line in self._doubts())
         if self.lines:
