@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradveil.attacks.inversion.simulated_gradients import loudness
+from gradveil.attacks.inversion.simulated_gradients import found_loud, loudness
 from gradveil.core import Key
 from gradveil.core.types import Batch
+from gradveil.defences import DEFENCES
 from tests.attacks.test_undone_entries import client
+from tests.laws.cases import LAWS
 
 
 def loud_entry(gradient: Tensor) -> Tensor:
@@ -50,7 +52,13 @@ def test_what_is_loud_is_taken_out_of_updates(name: str) -> None:
         assert alike > (0.99 if name == "a constant" else before + 0.3)
 
 
-@pytest.mark.parametrize("defence", ["none", "clip(0.1)", "gaussian(0.1)", "prune(0.9)", "sign", "dgp", "censor"])
-def test_known_defences_are_not_loud(defence: str) -> None:
-    sender = client(defence=defence)
-    assert loudness(sender, sender.params(), 1, Key(0)) is None
+ASKED = [name for name, entry in DEFENCES.items() if {"step", "send"} & {*entry.changes} and name != "adgp"]
+"""Defences of updates; `adgp` is `dgp` with the message of another client."""
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_known_defences_are_not_loud_and_are_not_asked(name: str) -> None:
+    for text in LAWS[name].texts:
+        sender = client(defence=text)
+        assert found_loud(sender, sender.params(), 1, Key(0)) is None
+        assert loudness(sender, sender.params(), 1, Key(0)) is None

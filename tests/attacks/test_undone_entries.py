@@ -36,7 +36,8 @@ class Mapped(Transform):
 def client(function: Callable[[Tensor], Tensor] | None = None, defence: str = "none") -> gv.Client:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Sigmoid(), nn.Linear(16, 3))
-    plain = gv.Client(net, nn.functional.cross_entropy, domain=Domain(ImageSpace((1, 8, 8)), 3))
+    public = torch.rand(8, 1, 8, 8, generator=torch.Generator().manual_seed(7))
+    plain = gv.Client(net, nn.functional.cross_entropy, domain=Domain(ImageSpace((1, 8, 8)), 3, public))
     made = gv.parse(defence) if function is None else gv.Defence("mine", send=gv.chain(mapped=Mapped(function)))
     return made(plain, Key(0))
 

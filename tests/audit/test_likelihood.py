@@ -269,9 +269,20 @@ def test_noise_that_entries_share_is_told_from_independent_noise(kind: str, numb
     assert bool((found.median() > 1) == is_shared), found
 
 
-@pytest.mark.parametrize("attack", ["cdia(iterations=40)", "analytic(prior=public)"])
+def test_a_search_takes_noise_that_entries_share_for_what_it_is() -> None:
+    """It is one direction of a parameter, far louder than the gradient."""
+    own = "tests.audit.test_likelihood:shared"
+    trial, control = tried(own, "cdia(iterations=40)", model={"name": "tests.audit.test_likelihood:perceptron"})
+    assert (trial.asr, examine(trial, [control]).state) == (1, "effective")
+
+
 @pytest.mark.parametrize(
-    ("defence", "is_shared"), [("tests.audit.test_likelihood:shared", True), ("gaussian(1)", False)]
+    ("attack", "defence", "is_shared"),
+    [
+        ("cdia(iterations=40)", "gaussian(1)", False),
+        ("analytic(prior=public)", "gaussian(1)", False),
+        ("analytic(prior=public)", "tests.audit.test_likelihood:shared", True),
+    ],
 )
 def test_no_attack_passes_where_noise_is_shared(attack: str, defence: str, is_shared: bool) -> None:
     trial, control = tried(defence, attack, model={"name": "tests.audit.test_likelihood:perceptron"})

@@ -236,8 +236,7 @@ class InversionProblem:
         """Take what outweighs the gradient out of a round's update, and return it; None where nothing does."""
         if self.attack.surrogate != "none" or self.ignored:
             return None
-        key = self.key.child(Stream.CANDIDATES, "loudness")
-        found = loudness(r.simulated_client, r.params, self.examples, key)
+        found = loudness(r.simulated_client, r.params, self.examples, self.key)
         if found is not None:
             r.observed.update(found.quiet(r.observed))
         return found

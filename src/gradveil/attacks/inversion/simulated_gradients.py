@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from gradveil.client import Client
+from gradveil.core.chain import Chain
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, norm, stack, tmap
-from gradveil.core.types import Batch
+from gradveil.core.types import Batch, Transform
+from gradveil.core.user_code import users
 
 _CLIENTS = 16
 """Simulated clients: half as many directions of a parameter can be found to be loud."""
@@ -75,9 +77,23 @@ class Loudness:
 
 
 def loudness(client: Client, params: Tensors, examples: int, key: Key) -> Loudness | None:
-    """Find out what outweighs the gradient in what this client sends; None where nothing does."""
-    if client.domain is None or (client.step is None and client.send is None):
+    """Find out what outweighs the gradient in what this client sends; None where nothing does.
+
+    Only defences of a user's own are asked: in no other does anything (`tests/attacks/test_simulated_gradients.py`).
+    """
+    if client.domain is None or not any(map(_is_own, (client.step, client.send))):
         return None
+    return found_loud(client, params, examples, key)
+
+
+def _is_own(transform: Transform | None) -> bool:
+    """Return whether a stage of a defence is a user's own, or what a stage holds."""
+    stages = [stage for _, stage in transform] if isinstance(transform, Chain) else [transform]
+    return any(users(getattr(stage, "inner", stage)) for stage in stages if stage is not None)
+
+
+def found_loud(client: Client, params: Tensors, examples: int, key: Key) -> Loudness | None:
+    """Find out what outweighs the gradient in what any client with a domain sends."""
     sent, gradients = simulated_pairs(client, params, examples, _CLIENTS, key)
     middle, usual = (tmap(lambda value: value.mean(0), each) for each in (sent, gradients))
     apart, as_usual = (tmap(torch.sub, each, mean) for each, mean in ((sent, middle), (gradients, usual)))
