@@ -1,5 +1,8 @@
 """Problems of model, data and attack are reported before the first trial, with their place."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +10,7 @@ from torch import nn
 import gradveil
 from gradveil.audit.preflight import open_experiment
 from gradveil.core.errors import GradveilError
+from gradveil.core.types import Stage, Transform
 from tests.audit.runs import config
 
 
@@ -70,6 +74,24 @@ def test_who_asked_for_all_that_aim_at_a_defence_may_leave_out_one_that_cannot()
     assert found.endswith("name the attacks that you want, in the place of adaptive and malicious")
     (named,) = problems(attacks=["pig"], **run)
     assert "adaptive" not in named
+
+
+@dataclass(frozen=True)
+class Flipped(Transform):
+    """Send every parameter's entries from the last to the first, which is no map of single entries."""
+
+    stage: ClassVar[Stage] = Stage.QUANTISE
+
+    def apply(self, update, state, noise, context):
+        return {name: value.flatten().flip(0).view_as(value) for name, value in update.items()}, state
+
+
+def test_of_the_attacks_on_an_unknown_defence_those_that_do_not_fit_are_left_out():
+    own = f"{__name__}:Flipped"
+    experiment = open_experiment(config(attacks=["adaptive"], defences=["none", own], data={"name": "faces"}))
+    assert ["undo_entries" in attack for _, _, attack in experiment.unfit] == [True]
+    assert "no map of the gradient's single entries" in next(iter(experiment.unfit.values()))
+    assert problems(attacks=["portfolio(undo_entries=true)"], defences=[own], data={"name": "faces"})
 
 
 def test_only_an_attack_that_was_named_may_fit_some_clients_and_not_others():

@@ -23,6 +23,7 @@ from gradveil.audit.attack_selection import (
     pairs,
     without_aim,
 )
+from gradveil.audit.attackers.attacker_table import is_unknown
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.recorded.recorded_updates import observed_images, open_observed
@@ -85,8 +86,8 @@ def obstacles(experiment: Experiment) -> Obstacles:
     """Find out before the first trial what would stop a later one: sizes, models, defended clients, attacks.
 
     An attack that was asked for by name and fits some of the defended clients leaves the others out; attackers that
-    stand for `adaptive` have to fit, for a verdict counts on them; of texts and where updates were recorded, attackers
-    may lack what they need, and are left out as long as somebody is left.
+    stand for `adaptive` have to fit, for a verdict counts on them; of texts, where updates were recorded and behind
+    unknown defences, attackers may lack what they need, and are left out as long as somebody is left.
     """
     found = list(_obstacles(experiment))
     made = [each for each in found if isinstance(each, _Meeting) and not each.problems]
@@ -123,12 +124,12 @@ def _unfit_controls(experiment: Experiment) -> dict[tuple[int, str, str], str]:
 def _spared(experiment: Experiment, each: _Meeting, attacked: set[tuple[int, str]]) -> bool:
     """Report whether a run continues where an attacker does not apply, as long as others are left.
 
-    It can on recorded updates, if the attacker stands for `adaptive`, and of texts: there models differ in what is
-    known of their layers, and clients in what they send.
+    It can on recorded updates, and behind a defence of which nothing is known, if the attacker stands for `adaptive`;
+    and of texts: there models differ in what is known of their layers, and clients in what they send.
     """
     named = each.attack in without_aim(experiment.config.attacks)
-    texts = "tokens" in experiment.space.offers
-    return each[:2] in attacked and (texts or not (named or experiment.source.simulated))
+    texts, guessed = "tokens" in experiment.space.offers, not experiment.source.simulated or is_unknown(each.defence)
+    return each[:2] in attacked and (texts or (guessed and not named))
 
 
 def _obstacles(experiment: Experiment) -> Iterator[Problem | _Meeting]:
