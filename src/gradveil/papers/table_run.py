@@ -93,12 +93,19 @@ class RowRun:
 
     def finished(self, root: Path) -> list[Record]:
         """Read it if it is finished with these settings, below a folder of paper runs."""
+        records = self.measured(root) if self._lies_there(root) else []
+        return records if all(record.status != "unfinished" for record in records) else []
+
+    def outdated(self, root: Path) -> bool:
+        """Return whether it lies there with other settings, such as those of an older version of the table."""
+        return self._lies_there(root) is False
+
+    def _lies_there(self, root: Path) -> bool | None:
+        """Return whether what lies there has these settings; None where nothing does."""
         kind = TRAINING_RUN if self.trains else AUDIT
         if not kind.exists(root / self.folder):
-            return []
-        same = kind.read(root / self.folder)["config_hash"] == self.config().digest()
-        records = self.measured(root) if same else []
-        return records if all(record.status != "unfinished" for record in records) else []
+            return None
+        return kind.read(root / self.folder)["config_hash"] == self.config().digest()
 
     def config(self) -> RunConfig | TrainConfig:
         """Return its settings at its scale."""
