@@ -62,3 +62,8 @@ def test_known_defences_are_not_loud_and_are_not_asked(name: str) -> None:
         sender = client(defence=text)
         assert found_loud(sender, sender.params(), 1, Key(0)) is None
         assert loudness(sender, sender.params(), 1, Key(0)) is None
+
+
+def test_updates_that_are_not_finite_show_nothing_loud() -> None:
+    sender = client(lambda gradient: gradient / 0.0)
+    assert loudness(sender, sender.params(), 1, Key(0)) is None

@@ -13,7 +13,7 @@ import pytest
 
 from gradveil.cli.app import run
 from gradveil.core.errors import GradveilError
-from gradveil.papers import FORMATS, PaperStudy, compare, find_study, row_runs
+from gradveil.papers import FORMATS, PaperStudy, compare, find_study, row_runs, run_row
 from gradveil.papers.cost_estimate import estimate
 from gradveil.papers.records import write
 from gradveil.papers.study import Cell, _Tables
@@ -72,6 +72,18 @@ def test_missing_data_are_replaced_at_quick_scale_and_never_recorded(
     assert not (tmp_path / "records").exists()
     assert paper.local(tmp_path) == []
     assert len(paper.run("T1", runs=tmp_path)) == 2
+
+
+def test_a_row_of_an_older_table_is_recomputed_at_quick_scale(tmp_path: Path) -> None:
+    paper, changes = a_paper(), ["iterations=2", "target_clients=1"]
+    (old,) = row_runs(paper, "T1", "quick", ["GP"], ["IG"], changes=["iterations=1", "target_clients=1"])
+    (row,) = row_runs(paper, "T1", "quick", ["GP"], ["IG"], changes=changes)
+    run_row(old, tmp_path, workers=1)
+    (tmp_path / old.folder).rename(tmp_path / row.folder)
+    with pytest.raises(GradveilError, match="differs from the run that is there"):
+        run_row(row, tmp_path, workers=1)
+    (record,) = paper.run("T1", rows=["GP"], columns=["IG"], changes=changes, runs=tmp_path, workers=1)
+    assert record.iterations == 2
 
 
 def test_an_attack_that_knows_the_defence_fills_its_column() -> None:

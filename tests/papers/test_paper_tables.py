@@ -221,19 +221,6 @@ def test_only_leaves_trainings_or_attacks_out_and_other_settings_have_a_folder_o
     assert len({row.folder for row in changed}) == len(changed)
 
 
-def test_a_row_of_other_settings_is_run_anew_at_quick_scale(tmp_path: Path) -> None:
-    (row,) = row_runs(STUDY, "T1", "quick", ["GP"], ["IG"])
-    assert not row.outdated(tmp_path)
-    run_row(row, tmp_path, workers=1)
-    assert not row.outdated(tmp_path)
-    (other,) = row_runs(STUDY, "T1", "quick", ["GP"], ["IG"], changes=["iterations=2"])
-    (tmp_path / other.folder.parent).mkdir(parents=True, exist_ok=True)
-    (tmp_path / row.folder).rename(tmp_path / other.folder)
-    assert other.outdated(tmp_path)
-    assert [record.iterations for record in run_row(other, tmp_path, workers=1, fresh=True)] == [2]
-    assert not other.outdated(tmp_path)
-
-
 def test_row_runs_names_every_unknown_row_and_column() -> None:
     with pytest.raises(GradveilError) as error:
         row_runs(STUDY, "T1", "quick", ["CVB"], ["DLG"])

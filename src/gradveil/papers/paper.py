@@ -173,9 +173,9 @@ class PaperStudy(Study):
                 tell(f"[{number}/{len(todo)}] {each.title}")
                 begun_rows += 1
                 try:
-                    # What an older version of the table left at quick scale is worth nothing.
-                    anew = fresh or (scale == "quick" and each.outdated(runs))
-                    measured = run_row(each, runs, data_dir, workers, anew, progress)
+                    # No number of quick scale is quoted: rows of an older version of the table are recomputed.
+                    recompute = fresh or (scale == "quick" and each.outdated(runs))
+                    measured = run_row(each, runs, data_dir, workers, recompute, progress)
                 except GradveilError as error:  # the other rows run; all that is refused is said together
                     tell(f"REFUSED: {each.title}")
                     for problem in error.problems:

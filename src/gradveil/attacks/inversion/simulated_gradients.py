@@ -108,7 +108,7 @@ def _loud(apart: Tensor, as_usual: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return the directions in which updates [N, *shape] differ far more than gradients do, with their factors."""
     flat, gradients = (each.flatten(1).double() for each in (apart, as_usual))
     half = min(len(flat) - 1, flat.shape[1]) // 2
-    if half == 0:
+    if half == 0 or not bool(flat.isfinite().all() and gradients.isfinite().all()):
         return None
     _, spread, directions = torch.linalg.svd(flat, full_matrices=False)
     usual = torch.linalg.svdvals(gradients)
