@@ -284,6 +284,13 @@ def test_an_image_of_another_client_is_not_identified_among_those_trained_on() -
     assert counts.identified == counts.identifiable == 0
 
 
+def test_images_trained_on_may_leave_the_range_of_pixels() -> None:
+    experiment, truth, made = ats_experiment(defences=["tests.defences.custom_stages:Mixing"], client={"batch": 2})
+    assert made.max() > experiment.private.space.bounds(made)[1].max()
+    found = recovered(truth.inputs, truth.targets, transformed=made)
+    assert Row(0, score(experiment, trials(experiment.config)[0], found, NAMED)).trained_on is not None
+
+
 def test_the_gallery_of_images_trained_on_holds_other_private_images_after_the_same_transforms() -> None:
     """What is nearest to an image that no target client holds, transformed, is that image."""
     experiment, truth, made = ats_experiment(defences=['ats(policy="0")'])  # inversion, which draws nothing

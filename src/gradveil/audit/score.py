@@ -159,6 +159,8 @@ def _guessing(experiment: Experiment, trial: TrialAddress, batches: BatchDefence
             batches, public.inputs.to(experiment.config.device, experiment.dtype), _batch(experiment, trial), 0
         )
         targets = torch.zeros_like(public.targets) if mixes else public.targets
+        limits = public.space.limits(made)  # a defence may leave them, and reconstructions are compared within them
+        made = made if limits is None else made.clamp(*limits)
         images = replace(public, inputs=made.to("cpu", public.inputs.dtype), targets=targets)
         known[where] = Guessing(images, plain.threshold, plain.classes)
     return known[where]
