@@ -44,7 +44,8 @@ ATTACKS: dict[str, dict[str, Any]] = {
         "attacks": ["cdia"],
         "defences": ["precode", "cvb", "dropout(0.25)", "keylock", "sign", "quantise(bits=3)", "standin", "censor"],
     },
-    "rows": ROWS | {"attacks": ["tableak", "unmix"], "defences": ["none", "gaussian(1e-3)"]},
+    "rows": ROWS | {"attacks": ["tableak"], "defences": ["none", "gaussian(1e-3)"]},
+    "unmixed rows": ROWS | {"attacks": ["unmix"], "defences": ["none"]},  # behind noise the last bit of a sum decides
     "texts": TEXTS
     | {
         "attacks": ["span", "span-rank", "embedding-rows", "embedding-search(steps=2)"],
