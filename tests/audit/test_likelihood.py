@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.attacks.attack_catalogue import make_attack
-from gradveil.attacks.noise_likelihood import explained, likelier, log_likelihood, sharing
+from gradveil.attacks.noise_likelihood import drawn_again, explained, likelier, log_likelihood, reuse, sharing
 from gradveil.attacks.protocol import Reconstruction
 from gradveil.audit.attack_check import examine
 from gradveil.audit.attack_selection import trials
@@ -43,6 +43,29 @@ class OneNumber(Transform):
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Add it."""
         return {name: value + noise[name] for name, value in update.items()}, dict(state)
+
+
+@dataclass(frozen=True)
+class Turned(Transform):
+    """Put the entries of each parameter in one of 32 public orders, after faint noise on every entry."""
+
+    stage: ClassVar[Stage] = Stage.NOISE
+
+    def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        """Declare the order, and noise for every entry."""
+        faint = {n: Noise(tuple(p.shape), Normal(), neutral=0.0, dtype=p.dtype) for n, p in params.items()}
+        return NoiseSpec({**faint, "order": Noise((), Normal(), neutral=-9.0)})
+
+    def apply(
+        self, update: Mapping[str, Tensor], state: Mapping[str, Tensor], noise: Mapping[str, Tensor], context: Any
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Add the noise, and gather."""
+        number = ((noise["order"].detach().erf() + 1) * 16).long().clamp(0, 31)
+        sent = {}
+        for name, value in update.items():
+            orders = torch.stack([torch.arange(value.numel()) * step % value.numel() for step in range(7, 135, 4)])
+            sent[name] = (value + 1e-6 * noise[name]).flatten()[orders[number]].view_as(value)
+        return sent, dict(state)
 
 
 @dataclass(frozen=True)
@@ -115,6 +138,7 @@ adapting, pretending = Custom(adapts=True), Custom(adapts=False)
 flipped = Defence("flipped", send=chain(flipped=Flipped()))
 half = Defence("half", send=chain(half=HalfLoud()))
 shared = Defence("shared", send=chain(shared=OneNumber()))
+turned = Defence("turned", send=chain(turned=Turned()))
 
 
 def perceptron() -> nn.Module:
@@ -269,6 +293,52 @@ def test_noise_that_entries_share_is_told_from_independent_noise(kind: str, numb
     assert bool((found.median() > 1) == is_shared), found
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_shared"),
+    [
+        ("independent", False),
+        ("two numbers", False),
+        ("levels", False),
+        ("mask", False),
+        ("scale", False),
+        ("one of two", True),
+        ("rows of a table", True),
+        ("five coins", True),
+        ("hundred directions", False),
+    ],
+)
+def test_few_numbers_that_move_the_update_are_found_among_many(kind: str, is_shared: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    plain = torch.randn(5, 6400, generator=generator)
+    levels = 10 ** torch.randn(6400, generator=generator)
+    turns = torch.stack([torch.randperm(6400, generator=generator) for _ in range(32)])
+    directions = torch.randn(100, 6400, generator=generator)
+    mixing = torch.stack([drawn_again((6402,), generator) for _ in range(5)], 1)
+
+    def sent(numbers: Tensor) -> dict[str, Tensor]:
+        each, (one, other) = numbers[:, :6400], numbers[:, 6400:].T
+        coins = (each[:, :5] > 0).long()
+        turn = turns[((other.erf() + 1) * 16).long().clamp(0, 31)]
+        return {
+            "w": {
+                "independent": lambda: plain + each,
+                "two numbers": lambda: plain + each * each.roll(1, 1).exp(),
+                "levels": lambda: plain + levels * each,
+                "mask": lambda: plain * (each > 1),
+                "scale": lambda: plain * one.exp().unsqueeze(1),
+                "one of two": lambda: plain + 1e-6 * each + one.unsqueeze(1) * levels,
+                "rows of a table": lambda: plain.gather(1, turn) + 1e-6 * each,
+                "five coins": lambda: plain.gather(1, turns[coins @ 2 ** torch.arange(5)]) + 1e-6 * each,
+                "hundred directions": lambda: plain + 1e-6 * each + each[:, :100] @ directions,
+            }[kind]()
+        }
+
+    first, second = (torch.randn(5, 6402, generator=generator) for _ in range(2))
+    mixed = [sent(torch.where(again, second, first)) for again in mixing]
+    found = reuse({"w": plain}, sent(first), sent(second), mixed)
+    assert bool((found.median() > 1) == is_shared), found
+
+
 def test_a_search_takes_noise_that_entries_share_for_what_it_is() -> None:
     """It is one direction of a parameter, far louder than the gradient."""
     own = "tests.audit.test_likelihood:shared"
@@ -282,6 +352,8 @@ def test_a_search_takes_noise_that_entries_share_for_what_it_is() -> None:
         ("cdia(iterations=40)", "gaussian(1)", False),
         ("analytic(prior=public)", "gaussian(1)", False),
         ("analytic(prior=public)", "tests.audit.test_likelihood:shared", True),
+        ("analytic(prior=public)", "tests.audit.test_likelihood:turned", True),
+        ("cdia(iterations=40)", "tests.audit.test_likelihood:turned", True),
     ],
 )
 def test_no_attack_passes_where_noise_is_shared(attack: str, defence: str, is_shared: bool) -> None:

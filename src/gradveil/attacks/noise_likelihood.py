@@ -1,8 +1,9 @@
 """Log-likelihood of a noisy update, given simulated updates: entries are weighted by the noise on them.
 
-The noise of entries is taken to be independent. Entries may share noise, so that sums or differences of them cancel it.
-Two tests look for this: the number of random numbers that the client declares, and the signs of simulated noise. They
-miss noise that is small in other directions than single entries and such sums (a rotated basis).
+The noise of entries is taken to be independent. Entries may share noise, so that sums or differences of them cancel it,
+or few guesses undo it. Three tests look for this: the number of random numbers that the client declares, the signs of
+simulated noise, and how much of the noise changes where an eighth of the numbers is drawn again. They miss noise of
+many numbers that is small in other directions than single entries and such sums (a rotated basis).
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ _BY_CHANCE = 30.0
 """The mean square of a standard normal value over three pairs of draws hardly ever exceeds this: 1 in 10^7."""
 _SCALED = 1e-3
 """Noise of which at most this share is left, once the update is rescaled, only scales the update."""
+_AGAIN = 1 / 8
+"""Share of the numbers that are drawn again: none of five is half of the time."""
+_ENOUGH = 500
+"""Noisy entries of a layer of which hardly ever a quarter of that share changes."""
 _GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -108,6 +113,47 @@ def sharing(quiet: Mapping[str, Tensor], draws: Sequence[Mapping[str, Tensor]], 
         squares = [_agreement(part, value) for part, value in zip(layers, quiet.values(), strict=True)]
         agree = agree + torch.stack(squares, 1) / 3
     return torch.maximum(few.to(plain.dtype), torch.as_tensor(agree).amax(1) / _BY_CHANCE)
+
+
+def drawn_again(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Choose few numbers of a tensor at random, four times: [4, *shape]."""
+    return torch.rand(DRAWS, *shape, generator=generator) < _AGAIN
+
+
+def reuse(
+    quiet: Mapping[str, Tensor],
+    first: Mapping[str, Tensor],
+    second: Mapping[str, Tensor],
+    mixed: Sequence[Mapping[str, Tensor]],
+) -> Tensor:
+    """Return how far the noise depends on few numbers [N]: above 1 it does, whatever else the client declares.
+
+    `first` and `second` are simulations with fresh noise, `mixed` the first with those numbers of the second that
+    `drawn_again` chooses. Of independent noise, of many numbers in any basis, and of a choice among directions of many
+    numbers each of them changes at least that share. Of few numbers there is one that changes next to nothing.
+    """
+    whole = _flat(quiet, quiet)
+    least = _rounding(whole)
+
+    def changes(drawn: Mapping[str, Tensor]) -> Tensor:
+        """Compute what is not explained by a factor on the whole update, the median over its entries."""
+        change = _flat(drawn, quiet) - _flat(first, quiet)
+        factor = torch.where(whole.square() > least, change / whole, torch.nan).nanmedian(1, keepdim=True).values
+        left = change - factor.nan_to_num() * whole
+        scaled = left.norm(dim=1, keepdim=True) <= _SCALED * change.norm(dim=1, keepdim=True)
+        return torch.where(scaled, 0.0, left)
+
+    full = changes(second).square()
+    noisy = full > least
+    shares = [(changes(each).square() / full.clamp_min(torch.finfo(full.dtype).tiny)).clamp_max(1) for each in mixed]
+    sizes = [value[0].numel() for value in quiet.values()]
+    found = list[Tensor]()
+    for counted, *parts in zip(noisy.split(sizes, 1), *(each.split(sizes, 1) for each in shares), strict=True):
+        count = counted.sum(1)
+        smallest = torch.stack([(part * counted).sum(1) / count.clamp_min(1) for part in parts]).amin(0)
+        extent = _AGAIN / 4 / smallest.clamp_min(_AGAIN / 400)
+        found.append(torch.where(count >= _ENOUGH, extent, 0.0))
+    return torch.stack(found).amax(0)
 
 
 def _agreement(signs: Tensor, layer: Tensor) -> Tensor:

@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gradveil.attacks.inversion.distances import cosine, median_cosine
-from gradveil.attacks.noise_likelihood import ADDED, COLUMNS, DRAWS, explained, log_likelihood, sharing
+from gradveil.attacks.noise_likelihood import (
+    ADDED,
+    COLUMNS,
+    DRAWS,
+    drawn_again,
+    explained,
+    log_likelihood,
+    reuse,
+    sharing,
+)
 from gradveil.attacks.protocol import Observation
 from gradveil.client import Client
-from gradveil.core.noise import Key
+from gradveil.core.noise import Key, NoiseSpec
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, stack
 from gradveil.core.types import Batch
 
 _VALUES = 2**26
 """Largest number of update entries that are simulated at once."""
+
+
+@dataclass(frozen=True)
+class Redrawn:
+    """Few of all random numbers, drawn again with other keys."""
+
+    keys: Sequence[Key]
+    key: Key
+    place: int
+
+    def mixed(self, first: Tensors, second: Tensors) -> Tensors:
+        """Return the first draw with those numbers of the second."""
+        places = {n: drawn_again(v.shape[1:], self.key.child(n).generator())[self.place] for n, v in first.items()}
+        return {n: torch.where(places[n], second[n], first[n]) for n in first}
 
 
 class Simulated:
@@ -44,18 +68,27 @@ class Simulated:
         for rows in torch.arange(len(batch.inputs)).split(self.at_once):
             yield rows.tolist(), Batch(batch.inputs[rows], batch.targets[rows])
 
-    def _send(self, batch: Batch, keys: Sequence[Key], drawn: tuple[str, ...] = ("",)) -> Tensors:
+    def _send(
+        self, batch: Batch, keys: Sequence[Key], drawn: tuple[str, ...] = ("",), again: Redrawn | None = None
+    ) -> Tensors:
         """Simulate updates of the last round, in which only the noise with one of these name prefixes is on."""
-        *_, sent = self._rounds(batch, keys, drawn)
+        *_, sent = self._rounds(batch, keys, drawn, again)
         return sent
 
-    def _rounds(self, batch: Batch, keys: Sequence[Key], drawn: tuple[str, ...] = ("",)) -> Iterator[Tensors]:
-        """Simulate updates round by round, in which only the noise with one of these name prefixes is on."""
+    def _rounds(
+        self, batch: Batch, keys: Sequence[Key], drawn: tuple[str, ...] = ("",), again: Redrawn | None = None
+    ) -> Iterator[Tensors]:
+        """Simulate updates round by round, in which only the noise with one of these name prefixes is on.
+
+        `again` draws some of its numbers again.
+        """
         one = Batch(batch.inputs[0], batch.targets[0])
         state: Tensors = {}
         for place, (number, params, simulated_client) in enumerate(self.rounds):
             spec = simulated_client.noise_spec(params, one)
-            fresh = stack([spec.sample(key.child(Stream.ROUND, number) if number else key) for key in keys])
+            fresh = self._fresh(spec, keys, number)
+            if again is not None:
+                fresh = again.mixed(fresh, self._fresh(spec, again.keys, number))
             off = {n: v.expand(len(keys), *v.shape) for n, v in spec.neutral().items() if not n.startswith(drawn)}
             noise = {name: value.to(batch.inputs.device) for name, value in {**fresh, **off}.items()}
             if not place:
@@ -65,6 +98,10 @@ class Simulated:
             sent, state = simulated_client.updates(params, batch, noise, state)
             state = {name: value.detach() for name, value in state.items()}
             yield {name: value.detach() for name, value in sent.items()}
+
+    @staticmethod
+    def _fresh(spec: NoiseSpec, keys: Sequence[Key], number: int) -> Tensors:
+        return stack([spec.sample(key.child(Stream.ROUND, number) if number else key) for key in keys])
 
     def distance(self, inputs: Tensor, targets: Tensor, key: Key) -> Tensor:
         """Return 1 - cosine between simulated and observed update, and the same of the median layer: [V, 2].
@@ -79,7 +116,7 @@ class Simulated:
     def match(self, inputs: Tensor, targets: Tensor, key: Key) -> Tensor:
         """Return `Reconstruction.match` of images: `distance`, and the likelihood of the rest as noise.
 
-        This takes at most nine simulated updates. The draws do not depend on the images.
+        This takes at most thirteen simulated updates. The draws do not depend on the images.
         """
         parts = [
             self._explained(*chunk, key.child(Stream.DISTURBANCE)) for chunk in self._chunks(Batch(inputs, targets))
@@ -99,6 +136,13 @@ class Simulated:
         only_additive = noisy
         if additive and len(additive) < len(spec):  # other random tensors change many entries at once, as they should
             only_additive = [self._send(batch, draw, ADDED) for draw in keys]
-        numbers = sum(spec[n].off().numel() for n in additive)
-        shared = sharing(quiet, only_additive, numbers) if additive else torch.zeros(len(rows)).to(batch.inputs.device)
+        shared = torch.zeros(len(rows)).to(batch.inputs.device)
+        if additive:
+            mixed = [
+                self._send(batch, keys[0], ADDED, Redrawn(keys[1], key.child(DRAWS), place)) for place in range(DRAWS)
+            ]
+            numbers = sum(spec[n].off().numel() for n in additive)
+            shared = torch.maximum(
+                sharing(quiet, only_additive, numbers), reuse(quiet, only_additive[0], only_additive[1], mixed)
+            )
         return explained(log_likelihood(quiet, noisy, observed), shared)

@@ -220,8 +220,8 @@ def _shared(row: Row) -> Iterator[str]:
     shared = row.health("noise_shared")
     if shared is not None and shared > 1 and not _ignores(row):
         yield (
-            "its noise is shared by entries: sums or differences of values of the update may cancel it, and neither "
-            "the attack's objective nor its likelihood, which take each value by itself, look at them"
+            "its noise is shared by entries: sums or differences of values of the update may cancel it, or few guesses "
+            "undo it, and neither the attack's objective nor its likelihood, which take each value by itself, try that"
         )
 
 

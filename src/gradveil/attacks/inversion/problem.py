@@ -36,7 +36,16 @@ from gradveil.attacks.inversion.surrogate_model import PLACE, PROBES, on_the_lin
 from gradveil.attacks.inversion.undone_entries import without_map
 from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Neutral, Optimise, Sample
 from gradveil.attacks.labels import find_labels
-from gradveil.attacks.noise_likelihood import ADDED, COLUMNS, DRAWS, explained, log_likelihood, sharing
+from gradveil.attacks.noise_likelihood import (
+    ADDED,
+    COLUMNS,
+    DRAWS,
+    drawn_again,
+    explained,
+    log_likelihood,
+    reuse,
+    sharing,
+)
 from gradveil.attacks.protocol import Observation
 from gradveil.client import Client, cosine_distances, layer_statistics
 from gradveil.core.chain import relaxed
@@ -414,8 +423,17 @@ class InversionProblem:
         ):  # other random tensors change many entries at once, as they should
             parts = [{**quiet, **{n: draw[n] for n in additive}} for draw in draws]
             only_additive = [self._sent(batch, {**noise, **part}, state) for part in parts]
-        numbers = sum(off[n].numel() for n in additive)
-        shared = sharing(sent, only_additive, numbers) if additive else torch.zeros_like(rows)
+        shared = torch.zeros_like(rows)
+        if additive:
+            first, second, *_ = draws
+            address = self.key.child(Stream.DISTURBANCE, DRAWS)
+            again = {n: drawn_again(off[n].shape, address.child(n).generator()).to(self.device) for n in additive}
+            parts = [{n: torch.where(again[n][i], second[n], first[n]) for n in additive} for i in range(DRAWS)]
+            mixed = [self._sent(batch, {**noise, **quiet, **part}, state) for part in parts]
+            numbers = sum(off[n].numel() for n in additive)
+            shared = torch.maximum(
+                sharing(sent, only_additive, numbers), reuse(sent, only_additive[0], only_additive[1], mixed)
+            )
         return explained(log_likelihood(sent, noisy, observed), shared)
 
     def _sent(self, batch: Batch, noise: Tensors, state: Tensors) -> Tensors:
