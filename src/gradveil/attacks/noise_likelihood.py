@@ -124,7 +124,7 @@ def reuse(
     quiet: Mapping[str, Tensor],
     first: Mapping[str, Tensor],
     second: Mapping[str, Tensor],
-    mixed: Sequence[Mapping[str, Tensor]],
+    mixed: Iterable[Mapping[str, Tensor]],
 ) -> Tensor:
     """Return how far the noise depends on few numbers [N]: above 1 it does, whatever else the client declares.
 
@@ -145,15 +145,17 @@ def reuse(
 
     full = changes(second).square()
     noisy = full > least
-    shares = [(changes(each).square() / full.clamp_min(torch.finfo(full.dtype).tiny)).clamp_max(1) for each in mixed]
     sizes = [value[0].numel() for value in quiet.values()]
-    found = list[Tensor]()
-    for counted, *parts in zip(noisy.split(sizes, 1), *(each.split(sizes, 1) for each in shares), strict=True):
-        count = counted.sum(1)
-        smallest = torch.stack([(part * counted).sum(1) / count.clamp_min(1) for part in parts]).amin(0)
-        extent = _AGAIN / 4 / smallest.clamp_min(_AGAIN / 400)
-        found.append(torch.where(count >= _ENOUGH, extent, 0.0))
-    return torch.stack(found).amax(0)
+
+    def in_layers(values: Tensor) -> Tensor:
+        return torch.stack([part.sum(1) for part in values.split(sizes, 1)], 1)
+
+    full.clamp_min_(torch.finfo(full.dtype).tiny)
+    shares = [in_layers((changes(each).square() / full).clamp_max(1) * noisy) for each in mixed]
+    count = in_layers(noisy)
+    smallest = torch.stack(shares).amin(0) / count.clamp_min(1)
+    extent = _AGAIN / 4 / smallest.clamp_min(_AGAIN / 400)
+    return torch.where(count >= _ENOUGH, extent, 0.0).amax(1)
 
 
 def _agreement(signs: Tensor, layer: Tensor) -> Tensor:

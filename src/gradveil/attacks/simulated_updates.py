@@ -138,9 +138,8 @@ class Simulated:
             only_additive = [self._send(batch, draw, ADDED) for draw in keys]
         shared = torch.zeros(len(rows)).to(batch.inputs.device)
         if additive:
-            mixed = [
-                self._send(batch, keys[0], ADDED, Redrawn(keys[1], key.child(DRAWS), place)) for place in range(DRAWS)
-            ]
+            few = (Redrawn(keys[1], key.child(DRAWS), place) for place in range(DRAWS))
+            mixed = (self._send(batch, keys[0], ADDED, again) for again in few)
             numbers = sum(spec[n].off().numel() for n in additive)
             shared = torch.maximum(
                 sharing(quiet, only_additive, numbers), reuse(quiet, only_additive[0], only_additive[1], mixed)

@@ -428,8 +428,8 @@ class InversionProblem:
             first, second, *_ = draws
             address = self.key.child(Stream.DISTURBANCE, DRAWS)
             again = {n: drawn_again(off[n].shape, address.child(n).generator()).to(self.device) for n in additive}
-            parts = [{n: torch.where(again[n][i], second[n], first[n]) for n in additive} for i in range(DRAWS)]
-            mixed = [self._sent(batch, {**noise, **quiet, **part}, state) for part in parts]
+            parts = ({n: torch.where(again[n][i], second[n], first[n]) for n in additive} for i in range(DRAWS))
+            mixed = (self._sent(batch, {**noise, **quiet, **part}, state) for part in parts)
             numbers = sum(off[n].numel() for n in additive)
             shared = torch.maximum(
                 sharing(sent, only_additive, numbers), reuse(sent, only_additive[0], only_additive[1], mixed)
