@@ -29,6 +29,7 @@ _SHARE, _LEAST = 0.1, 150
 """Enough iterations of a rehearsal: this share of the attack's, and at least so many."""
 
 Report = Callable[[Progress], None]
+"""Receives the progress of an attack."""
 Run = Callable[[InversionSettings, Sequence[Observation], Knowledge, Report | None], Reconstruction]
 """Attacks these observations with these settings, and reports its progress."""
 
