@@ -10,8 +10,9 @@ from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.inversion.inversion_settings import Variant
 from gradveil.attacks.inversion.optimisers import Adam
-from gradveil.attacks.inversion.rehearsal import iterations_within, rehearsal_iterations
+from gradveil.attacks.inversion.rehearsal import effort, iterations_within
 from gradveil.attacks.knowledge import Known
+from gradveil.attacks.protocol import Progress
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from tests.attacks.small_experiments import Scene, tiny
@@ -62,7 +63,24 @@ def test_a_setting_by_hand_leaves_nothing_to_try() -> None:
     assert make_attack("portfolio(lr=0.1)").tv == make_attack("portfolio").variants[0].tv
 
 
+def test_progress_counts_rehearsals_with_the_attack() -> None:
+    attack, scene = attacks(tiny(), public=6)
+    seen = list[Progress]()
+    attack([scene.observation], scene.client, scene.knowledge, Key(3), seen.append)
+    done = [each.row_iterations for each in seen]
+    assert done == sorted(done)
+    assert {each.row_budget for each in seen} == {2 * 150 + 3 * 200}
+
+
 def test_rehearsals_fit_into_the_budget() -> None:
-    for rows, clients in ((300, 1), (2000, 1), (1200, 4), (64_000, 32)):
-        spent = (n := iterations_within(rows, clients, 4)) * clients + 4 * min(3, clients) * rehearsal_iterations(n)
-        assert 0.9 * rows <= spent <= rows
+    for rows, targets in ((300, 1), (2000, 1), (1200, 4), (64_000, 32)):
+        iterations = iterations_within(rows, targets, 4)
+        clients, of_each = effort(iterations, targets, 4)
+        assert 0.9 * rows <= iterations * targets + 4 * clients * of_each <= rows
+
+
+def test_rehearsals_are_as_long_as_the_attack_where_a_quarter_more_pays_for_that() -> None:
+    for targets in (16, 32, 100):
+        clients, iterations = effort(4000, targets, 4)
+        assert iterations == 4000
+        assert 4 * clients <= targets / 4

@@ -164,6 +164,11 @@ def test_an_attack_check_and_an_epsilon_that_need_a_word_are_told() -> None:
     assert "no guarantee" not in told(6.9)
 
 
+def test_a_quoted_attack_in_doubt_is_named_with_the_one_that_passed() -> None:
+    rows = [bare(), bare(attack="vbia"), against(DP, attack="vbia", **SHORT), against(DP)]
+    assert "of vbia, which is quoted, is suspect; cdia passed it." in recommended(*rows).text
+
+
 def test_accuracies_say_their_examples_and_mark_trainings_that_learned_nothing() -> None:
     stuck = findings([bare().trial, against(DP).trial], trained(none=0.5, dp=0.5))
     first, second = accuracies(stuck, {})

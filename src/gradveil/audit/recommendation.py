@@ -173,7 +173,12 @@ def _use(
     count = f"{worst.identifiable} of {worst.best.counted(worst.images)} (95% CI {interval(*worst.interval)})"
     within = "within the budget, " if best.limited else ""
     sentences = [f"Use {best.name}: {within}attackers recover and identify {count}.", *_costs(best, command)]
-    if worst.health.state not in PLAIN:
+    if worst.doubts:
+        quoted, others_passed = worst.best.attack, listing(worst.passed)
+        sentences.append(
+            f"The attack check of {quoted}, which is quoted, is {worst.health.label}; {others_passed} passed it."
+        )
+    elif worst.health.state not in PLAIN:
         sentences.append(f"Its attack check is {worst.health.label}.")
     if is_unknown(best.name):
         sentences.append("Nothing says what it does: rely on it after an attack that is written against it.")

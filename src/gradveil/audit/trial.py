@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.inversion.inversion import Inversion
+from gradveil.attacks.inversion.rehearsal import shifted
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.learned import Learned
 from gradveil.attacks.protocol import (
@@ -241,10 +242,11 @@ def attacked(
         return working_time(experiment.config.device) - began
 
     attack = _afforded(experiment, trial, attack, numbers, time_of, plans)
-    remarks, rehearsed = tuple[Remark, ...](), 0.0
+    remarks, rehearsed, report = tuple[Remark, ...](), 0.0, progress
     if isinstance(attack, Inversion) and attack.variants:
         began = working_time(experiment.config.device)
-        scores = plans.settled("variants", partial(attack.rehearse, seen, simulated_client, knowledge, key))
+        scores = plans.settled("variants", partial(attack.rehearse, seen, simulated_client, knowledge, key, progress))
+        report = shifted(progress, attack.rehearsed(seen) if scores else 0)
         attack, remark = attack.chosen(scores)
         remarks, rehearsed = (remark,), working_time(experiment.config.device) - began
     done = 0
@@ -252,7 +254,7 @@ def attacked(
     def count(step: Progress) -> None:
         nonlocal done
         done = step.row_iterations
-        progress(step)
+        report(step)
 
     plan: tuple[int, ...] = ()
     if isinstance(attack, HasPlan):

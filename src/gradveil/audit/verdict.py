@@ -148,6 +148,8 @@ class Verdict:
     """The rate beyond baseline and mismatch control, as a share of what was left to gain."""
     health: Health
     """The attack check of the quoted trial."""
+    passed: tuple[str, ...]
+    """The attacks that passed the attack check."""
     sentence: str
     notes: tuple[str, ...]
     """What the number does not show; to be printed next to the sentence."""
@@ -289,6 +291,7 @@ def _judge(setting: TrialSetting, defence: str, here: Sequence[Row]) -> Verdict:
         baseline=baseline(best),
         risk=risk_of(best),
         health=examine(best, here),
+        passed=tuple(dict.fromkeys(row.attack for row in judged if _passed(row, here))),
         sentence=_sentence(best, judged, len(strongest), found.get(id(best), ())),
         notes=tuple(_notes(best, mine, strongest)),
         warning=unknown_to_all(mine),

@@ -20,7 +20,7 @@ from gradveil.attacks.inversion.distances import statistics_wanted
 from gradveil.attacks.inversion.image_sources import INPUTS, TARGETS, Relaxed
 from gradveil.attacks.inversion.inversion_settings import InversionSettings
 from gradveil.attacks.inversion.problem import InversionProblem
-from gradveil.attacks.inversion.rehearsal import choose, prepare, rehearse
+from gradveil.attacks.inversion.rehearsal import choose, effort, prepare, rehearse, shifted
 from gradveil.attacks.inversion.solve import rows_at_once, search_rows
 from gradveil.attacks.inversion.undone_entries import is_map_of_entries
 from gradveil.attacks.knowledge import Knowledge
@@ -91,8 +91,10 @@ class Inversion(InversionSettings):
     ) -> Reconstruction:
         """Reconstruct every target client's batch from the observed updates."""
         if self.variants:
-            chosen, remark = self.chosen(self.rehearse(observations, simulated_client, knowledge, key))
-            found = chosen(observations, simulated_client, knowledge, key, progress, plan)
+            scores = self.rehearse(observations, simulated_client, knowledge, key, progress)
+            chosen, remark = self.chosen(scores)
+            report = progress and shifted(progress, self.rehearsed(observations) if scores else 0)
+            found = chosen(observations, simulated_client, knowledge, key, report, plan)
             return replace(found, remarks=(*found.remarks, remark))
         device = next(iter(observations[0].params.values())).device
         began = working_time(device)
@@ -128,15 +130,35 @@ class Inversion(InversionSettings):
         return EndedSearch(problem, joined(parts), chunks, working_time(problem.device) - began)
 
     def rehearse(
-        self, observations: Sequence[Observation], simulated_client: Client, knowledge: Knowledge, key: Key
+        self,
+        observations: Sequence[Observation],
+        simulated_client: Client,
+        knowledge: Knowledge,
+        key: Key,
+        progress: Callable[[Progress], None] | None = None,
     ) -> tuple[int, ...]:
         """Return the score of each variant on simulated clients; nothing where none can be simulated."""
         key = key.child(Stream.REHEARSAL)
 
-        def run(attack: InversionSettings, seen: Sequence[Observation], told: Knowledge) -> Reconstruction:
-            return cast("Inversion", attack)(seen, simulated_client, told, key)
+        def run(
+            attack: InversionSettings,
+            seen: Sequence[Observation],
+            told: Knowledge,
+            report: Callable[[Progress], None] | None,
+        ) -> Reconstruction:
+            return cast("Inversion", attack)(seen, simulated_client, told, key, report)
 
-        return rehearse(self, prepare(observations, simulated_client, knowledge, key), run)
+        targets = len(observations[-1].target_clients)
+        count, iterations = effort(self.descent.iterations, targets, len(self.variants))
+        own = targets * self.restarts * self.descent.iterations
+        report = progress and shifted(progress, 0, after=own)
+        return rehearse(self, prepare(observations, simulated_client, knowledge, key, count), iterations, run, report)
+
+    def rehearsed(self, observations: Sequence[Observation]) -> int:
+        """Return the row-iterations of all rehearsals, at most."""
+        variants = len(self.variants)
+        count, iterations = effort(self.descent.iterations, len(observations[-1].target_clients), variants)
+        return variants * count * self.restarts * iterations
 
     def chosen(self, scores: Sequence[int]) -> tuple[Inversion, Remark]:
         """Return the attack with the variant of the best score, and a remark that says which."""
