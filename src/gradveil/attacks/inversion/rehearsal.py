@@ -38,7 +38,7 @@ def effort(iterations: int, target_clients: int, variants: int) -> tuple[int, in
     """Return the simulated clients of a rehearsal, and its iterations, for an attack with so many of its own.
 
     The order of the variants depends on the iterations: on a ResNet-18 a total variation of 0.03 finds more than 0.01
-    in 400, and less in 1,000. It also depends on the images, so one client is not enough.
+    in 150, and less in 1,000. It also depends on the images, so one client is not enough.
 
     >>> effort(4000, 64, 4), effort(4000, 16, 4), effort(4000, 1, 4), effort(50, 1, 4)
     ((3, 4000), (3, 1333), (1, 400), (1, 50))
