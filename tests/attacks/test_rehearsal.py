@@ -69,7 +69,7 @@ def test_progress_counts_rehearsals_with_the_attack() -> None:
     attack([scene.observation], scene.client, scene.knowledge, Key(3), seen.append)
     done = [each.row_iterations for each in seen]
     assert done == sorted(done)
-    assert {each.row_budget for each in seen} == {2 * 150 + 3 * 200}
+    assert {each.row_budget for each in seen} == {2 * 3 * 150 + 3 * 200}
 
 
 def test_rehearsals_fit_into_the_budget() -> None:
@@ -79,8 +79,8 @@ def test_rehearsals_fit_into_the_budget() -> None:
         assert 0.9 * rows <= iterations * targets + 4 * clients * of_each <= rows
 
 
-def test_rehearsals_are_as_long_as_the_attack_where_a_quarter_more_pays_for_that() -> None:
-    for targets in (16, 32, 100):
+def test_rehearsals_take_a_quarter_of_the_attack_and_at_most_its_length() -> None:
+    for targets in (5, 16, 32, 48):
         clients, iterations = effort(4000, targets, 4)
-        assert iterations == 4000
-        assert 4 * clients <= targets / 4
+        assert 4 * clients * iterations <= max(0.25 * targets * 4000, 4 * clients * 400) + 6
+    assert effort(4000, 100, 4) == (3, 4000)
