@@ -166,6 +166,7 @@ def test_an_attack_check_and_an_epsilon_that_need_a_word_are_told() -> None:
 
 def test_a_quoted_attack_in_doubt_is_named_with_the_one_that_passed() -> None:
     rows = [bare(), bare(attack="vbia"), against(DP, attack="vbia", **SHORT), against(DP)]
+    rows += [bare(attack="ig"), against(DP, attack="ig", attacker="naive")]  # passes, but shows nothing of the defence
     assert "of vbia, which is quoted, is suspect; cdia passed it." in recommended(*rows).text
 
 

@@ -149,7 +149,7 @@ class Verdict:
     health: Health
     """The attack check of the quoted trial."""
     passed: tuple[str, ...]
-    """The attacks that passed the attack check."""
+    """The adaptive attacks that passed the attack check, and used every round that was watched."""
     sentence: str
     notes: tuple[str, ...]
     """What the number does not show; to be printed next to the sentence."""
@@ -291,7 +291,7 @@ def _judge(setting: TrialSetting, defence: str, here: Sequence[Row]) -> Verdict:
         baseline=baseline(best),
         risk=risk_of(best),
         health=examine(best, here),
-        passed=tuple(dict.fromkeys(row.attack for row in judged if _passed(row, here))),
+        passed=tuple(dict.fromkeys(r.attack for r in _adaptive(judged) if _passed(r, here) and not unused_rounds(r))),
         sentence=_sentence(best, judged, len(strongest), found.get(id(best), ())),
         notes=tuple(_notes(best, mine, strongest)),
         warning=unknown_to_all(mine),
@@ -326,7 +326,7 @@ def _level(
             if weight > 1
             else ("leaks", reasons)
         )
-    adaptive = [r for r in judged if r.undefended or (r.attacker == "adaptive" and not guesses(r))]
+    adaptive = _adaptive(judged)
     if not adaptive:
         return "not tested", ("No adaptive attack was run: none of the attackers simulates the whole defence.",)
     passed = [row for row in adaptive if _passed(row, here)]
@@ -370,6 +370,11 @@ def _checks(tried: Sequence[Row], here: Sequence[Row]) -> str:
 def _without(passed: Sequence[Row], judged: Sequence[Row]) -> list[int] | None:
     """List the seeds on which no attack passed: what one shows of a seed says nothing of another; None where none."""
     return sorted({row.seed for row in judged} - {row.seed for row in passed}) or None
+
+
+def _adaptive(judged: Sequence[Row]) -> list[Row]:
+    """Return the trials that can show a defence to hold: of attackers that know it, and search what it draws."""
+    return [row for row in judged if row.undefended or (row.attacker == "adaptive" and not guesses(row))]
 
 
 def _passed(row: Row, here: Sequence[Row]) -> bool:

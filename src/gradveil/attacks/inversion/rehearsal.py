@@ -82,7 +82,7 @@ class Rehearsal:
 def prepare(
     observations: Sequence[Observation], simulated_client: Client, knowledge: Knowledge, key: Key, count: int
 ) -> Rehearsal | None:
-    """Simulate so many clients with public examples; None without enough, or where an attack is told secrets."""
+    """Simulate so many clients with public examples; None without enough, or where an attack knows secrets."""
     seen, public = observations[-1], knowledge.public
     told = any(isinstance(how, Known) for name, how in knowledge.tensors.items() if name != "public")
     if told or public is None or len(public.inputs) < seen.examples:
