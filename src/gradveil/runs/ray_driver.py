@@ -30,10 +30,11 @@ _AHEAD = 8
 """Number of pieces that an actor may send ahead of the reader."""
 _KNOCK_SECONDS = 30.0
 _ROOM_SECONDS = 60.0
-# Ray waits for minutes for a process that started and was killed between two looks.
-_LOOK_SECONDS = 0.05
-_STARTING = b"default_worker.py"
-"""Part of a worker process's command line until Ray registers and renames it."""
+_LOOK_SECONDS = 0.5
+_UNSEEN_SECONDS = 20.0
+"""Seconds without any starting process after which an actor that does not live yet is replaced."""
+_STARTING = (b"default_worker.py", b"ray::IDLE")
+"""Parts of a worker process's command line until it is an actor."""
 _SITE = ("opener", "setting", "threads")
 
 
@@ -164,11 +165,10 @@ class _Actors:
         site = {name: self.facts[name] for name in _SITE}
         site |= {"folder": os.getcwd(), "paths": sys.path, "versions": versions()}
         try:
-            opening = actor.open.remote(pack("open", Parcel(site)))
-            if self.facts["address"] is None and _killed_at_start(opening):
+            if self.facts["address"] is None and _killed_at_start(actor):
                 self._forward(number, "gone", Parcel({}), "the worker on the cluster was killed while it started")
                 return
-            kind, parcel = unpack(ray.get(opening))
+            kind, parcel = unpack(ray.get(actor.open.remote(pack("open", Parcel(site)))))
             if kind == "refused":
                 self._forward(number, kind, parcel)
                 return
@@ -213,31 +213,33 @@ class _Actors:
             os._exit(1)
 
 
-def _killed_at_start(opening: Any) -> bool:
-    """Wait until an actor answers; return whether a worker process of this session died before it was one.
+def _killed_at_start(actor: Any) -> bool:
+    """Wait until an actor lives; return whether its process died before, so that none in this session is starting.
 
-    Ray itself waits for such a process until its time for registration is over. The actor that it was meant for is not
-    known, so each one that has not answered yet is replaced.
+    Ray itself waits for such a process until its time for registration is over.
     """
     import ray
 
-    starting: set[int] = set()
-    while not ray.wait([opening], timeout=_LOOK_SECONDS)[0]:
-        called = _session()
-        if starting - called.keys():
+    lives = actor.__ray_ready__.remote()
+    seen = time.monotonic()
+    while not ray.wait([lives], timeout=_LOOK_SECONDS)[0]:
+        # The raylet has the command line of its workers among its arguments.
+        calls = [called for called in _session() if not called.partition(b"\0")[0].endswith(b"raylet")]
+        if any(part in called for called in calls for part in _STARTING):
+            seen = time.monotonic()
+        elif time.monotonic() > seen + _UNSEEN_SECONDS:
             return True
-        starting = {pid for pid, name in called.items() if _STARTING in name and not name.startswith(b"ray::")}
     return False
 
 
-def _session() -> dict[int, bytes]:
+def _session() -> list[bytes]:
     """Read the command lines of the living processes of this session."""
-    commands: dict[int, bytes] = {}
+    commands: list[bytes] = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has just ended
             state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
             if int(session) == os.getsid(0) and state != "Z":
-                commands[int(folder.name)] = (folder / "cmdline").read_bytes()
+                commands.append((folder / "cmdline").read_bytes())
     return commands
 
 

@@ -42,6 +42,8 @@ _PATIENT = {
     "RAY_worker_register_timeout_seconds": "180",
     "RAY_worker_maximum_startup_concurrency": "1000",
     "RAY_worker_niceness": "0",
+    # Every starting process is then one of an actor.
+    "RAY_prestart_worker_first_driver": "0",
 }
 
 
