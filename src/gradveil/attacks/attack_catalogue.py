@@ -98,6 +98,7 @@ _IN_ORDER = (
         "lr",
         "sign",
         "tv",
+        "tv_end",
         "tv_over",
         "l2",
         "denoise",
@@ -198,7 +199,7 @@ class InversionEntry(AttackEntry):
             given["knowledge"] = {**given.get("knowledge", attack.knowledge), "public": Known()}
         if given.get("share") is not None:  # a gate is fitted to public images
             given["knowledge"] = {**attack.knowledge, "public": Known()}
-        if given.keys() & {"tv", "sign", "lr"}:  # what is set needs no trying
+        if given.keys() & {"tv", "tv_end", "sign", "lr"}:  # what is set needs no trying
             given["variants"] = ()
         descent = replace(attack.descent, **{n: given.pop(n) for n in _OF_DESCENT if n in given})
         if "sign" in given and not isinstance(descent.stepper, Adam):
@@ -238,7 +239,7 @@ def _without(*names: str) -> tuple[Argument, ...]:
     return tuple(setting for setting in SETTINGS if setting.name not in names)
 
 
-_OF_PIXELS = ("sign", "start", "langevin")
+_OF_PIXELS = ("sign", "start", "langevin", "tv_end")
 _OF_GENERATOR = {setting.name: or_none(setting) for setting in settings_of(Trained)}
 _LEARNT = tuple(_OF_GENERATOR[name] for name in ("latent", "width", "lessons", "prior", "generator"))
 UNTRAINED = (_OF_GENERATOR["latent"], _OF_GENERATOR["width"], *_without(*_OF_PIXELS))

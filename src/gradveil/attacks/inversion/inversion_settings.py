@@ -25,6 +25,7 @@ class Variant:
 
     tv: float
     stepper: Adam
+    tv_end: float | None = None
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ class InversionSettings(Checked):
         "cosine"
     )
     tv: Annotated[Strength, "Weight of the images' total variation."] = 0.0
+    tv_end: Annotated[
+        float | None,
+        Range(0, low_open=True, optional=True),
+        "Weight of the total variation at the last iteration, to which it changes by equal factors; none for tv itself.",
+    ] = None
     tv_over: Annotated[
         Literal["channels", "colours"],
         "Total variation of each channel, or also of the differences between colour channels.",
@@ -99,7 +105,20 @@ class InversionSettings(Checked):
 
     def with_variant(self, variant: Variant) -> Self:
         """Return the attack with a variant's settings, and nothing left to try."""
-        return replace(self, tv=variant.tv, descent=replace(self.descent, stepper=variant.stepper), variants=())
+        descent = replace(self.descent, stepper=variant.stepper)
+        return replace(self, tv=variant.tv, tv_end=variant.tv_end, descent=descent, variants=())
+
+    def tv_at(self, iteration: int) -> float:
+        """Return the weight of the total variation at an iteration.
+
+        >>> from gradveil.attacks.attack_catalogue import make_attack
+        >>> attack = make_attack("portfolio(tv=0.1, tv_end=0.001, iterations=3)")
+        >>> [round(attack.tv_at(iteration), 4) for iteration in range(3)]
+        [0.1, 0.01, 0.001]
+        """
+        if self.tv_end is None or not self.tv:
+            return self.tv
+        return self.tv * (self.tv_end / self.tv) ** (iteration / max(1, self.descent.iterations - 1))
 
     @property
     def relaxes(self) -> bool:

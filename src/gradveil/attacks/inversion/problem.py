@@ -317,9 +317,9 @@ class InversionProblem:
         constants: Tensors,
         rows: Tensor,
         streams: Streams,
-        iteration: int = 0,
+        iteration: int | None = None,
     ) -> Tensor:
-        """Objective of each row: distance of the simulated updates, plus priors."""
+        """Objective of each row, at the last iteration if none is given: distance of the updates, plus priors."""
         inputs, logits = self.drawing.draw(variables, constants)
         value = self._cost(inputs, variables.get(TARGETS, logits), variables, constants, rows, streams, iteration)
         unlikely = self.drawing.penalty(variables, constants)
@@ -333,14 +333,16 @@ class InversionProblem:
         constants: Tensors,
         rows: Tensor,
         streams: Streams,
-        iteration: int = 0,
+        iteration: int | None = None,
     ) -> Tensor:
         """Objective of each row at its images."""
         batch, noise = self._client_inputs(inputs, logits, variables, constants, rows, streams)
-        value = self._distance(batch, noise, constants, rows, iteration)
+        value = self._distance(batch, noise, constants, rows, iteration or 0)
         attack = self.attack
         if attack.tv:
-            value = value + attack.tv * variation(inputs, attack.tv_over)
+            last = attack.descent.iterations - 1
+            weight = attack.tv_at(last if iteration is None else iteration)
+            value = value + weight * variation(inputs, attack.tv_over)
         if attack.l2:
             value = value + attack.l2 * energy(inputs)
         if attack.denoise and self.denoiser is not None:
@@ -351,7 +353,7 @@ class InversionProblem:
             of_batch = layer_statistics(self.simulated_client, r.params, batch, {n: noise[r.of(n)] for n in self.spec})
             value = value + attack.batchnorm * statistics_distance(of_batch, wanted)
         if self.consensus is not None:
-            value = value + attack.group * self.consensus(inputs, rows, iteration)
+            value = value + attack.group * self.consensus(inputs, rows, iteration or 0)
         for name, how in self.how.items():
             if isinstance(how, Optimise) and how.weight:
                 value = value + how.weight * how.prior(self.noise[name].law, variables[name])

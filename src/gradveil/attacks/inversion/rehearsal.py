@@ -139,4 +139,5 @@ def choose(attack: InversionSettings, scores: Sequence[int]) -> tuple[InversionS
 
 
 def _words(variant: Variant) -> str:
-    return f"tv={variant.tv:g}, lr={variant.stepper.lr:g}, sign={variant.stepper.sign}"
+    end = "" if variant.tv_end is None else f", tv_end={variant.tv_end:g}"
+    return f"tv={variant.tv:g}{end}, lr={variant.stepper.lr:g}, sign={variant.stepper.sign}"
