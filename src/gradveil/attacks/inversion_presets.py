@@ -205,9 +205,9 @@ def portfolio() -> Inversion:
     """Portfolio: CDIA's knowledge of all rounds, plain Adam, and variation of colour differences too.
 
     No single setting wins against every defence, so several are tried on clients that the attacker simulates with
-    public images; without such images it takes the first. A variation that falls during the search finds more in few
-    iterations than a small one, and as much in many; behind noise a large one finds more. Large steps that shrink to nothing by the last iteration find
-    in a hundred iterations what small ones find in three hundred.
+    public images; without such images it takes the first. A variation that falls during the search finds more than a
+    small one in the same iterations; behind noise a large one finds more. Large steps that shrink to nothing by the
+    last iteration find in a hundred iterations what small ones find in three hundred.
     """
     plain = Adam(lr=0.5)
     descent = Descent(plain, Cosine(warmup=50), iterations=4000, tolerance=1e-5, patience=2000)

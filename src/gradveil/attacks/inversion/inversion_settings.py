@@ -40,7 +40,7 @@ class InversionSettings(Checked):
     tv_end: Annotated[
         float | None,
         Range(0, low_open=True, optional=True),
-        "Weight of the total variation at the last iteration, to which it changes by equal factors; none for tv itself.",
+        "Weight of the total variation at the last iteration, reached by equal factors; none for tv itself.",
     ] = None
     tv_over: Annotated[
         Literal["channels", "colours"],
