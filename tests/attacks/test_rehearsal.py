@@ -41,6 +41,27 @@ def test_the_variant_that_finds_more_is_chosen() -> None:
     assert "best on simulated clients" in remark.words
 
 
+def test_of_variants_that_score_alike_the_one_with_the_weakest_last_variation_is_chosen() -> None:
+    attack = make_attack("portfolio")
+    falling = attack.variants[1]
+    assert falling.tv_end == min(each.last_tv for each in attack.variants)
+    for scores, expected in (((580, 560, 280, 240), falling), ((600, 560, 280, 240), attack.variants[0])):
+        chosen, _ = attack.chosen(scores)
+        assert (chosen.tv, chosen.tv_end) == (expected.tv, expected.tv_end)
+
+
+def test_a_falling_variation_is_weighed_as_it_ends_in_the_attack_check() -> None:
+    _, scene = attacks(tiny(), public=0)
+    found = {
+        end: make_attack(f"portfolio(tv=0.1, tv_end={end}, iterations=20)")(
+            [scene.observation], scene.client, scene.knowledge, Key(3)
+        )
+        for end in ("none", "0.001")
+    }
+    assert (found["0.001"].initial < found["none"].initial).all()
+    assert not torch.equal(found["0.001"].inputs, found["none"].inputs)
+
+
 def test_the_choice_does_not_depend_on_the_observed_updates() -> None:
     attack, scene = attacks(tiny(), public=6)
     other = {name: torch.randn_like(value) for name, value in scene.observation.update.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,12 @@ def test_every_table_of_the_list_has_a_command_or_a_reason(capsys: pytest.Captur
     assert all(len(line) <= 80 for line in lines[2:-2])
 
 
+def test_numbers_without_a_record_say_how_long_they_take(tmp_path: Path) -> None:
+    shown = a_paper().compare("T1", tmp_path)
+    (reason,) = {cell.reason for cell in shown.cells if cell.reason.startswith("no record")}
+    assert re.search(r"about [\d.]+ (s|min|h) on \d+ core", reason)
+
+
 def test_estimate_takes_recorded_seconds_before_the_cost_model() -> None:
     rows = row_runs(a_paper(), "T1", "quick")
     known = {row.place: replace(measured(row.defence, row.attack), run=row.run, seconds=100.0) for row in rows}
@@ -57,6 +64,12 @@ def test_estimate_takes_recorded_seconds_before_the_cost_model() -> None:
     assert (recorded.recorded, modelled.recorded) == (2, 0)
     assert 200 <= recorded.seconds < 210
     assert (recorded.text[0], modelled.text[0]) == ("3", "~")
+    half = dict([next(iter(known.items()))])
+    (one,) = half
+    of_one = estimate([row for row in rows if row.place == one], {}, 1).seconds
+    assert abs(estimate(rows, half, 1).seconds / (101 * modelled.seconds / of_one) - 1) < 0.01, (
+        "corrected by the record"
+    )
     more = row_runs(a_paper(), "T1", "quick", changes=["target_clients=200"])
     assert estimate(more, {}, 1).seconds > modelled.seconds
 

@@ -37,6 +37,8 @@ accuracy = { ours = "accuracy", tolerance = 1 }
 [scales.quick]
 audit = { target_clients = 2, iterations = 3 }
 train = { rounds = 1 }
+[scales.standard]
+audit = { target_clients = 8, iterations = 300 }
 [runs.digits.settings]
 data = { name = "digits", size = 16 }
 model = { name = "lenet-zhu" }

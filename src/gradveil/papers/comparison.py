@@ -17,6 +17,8 @@ PENDING = "pending"
 """Text for the strongest attack that knows the defence, until it is recorded."""
 LEAST = 8
 """Fewest images from which agreement is judged."""
+NO_RECORD = "no record"
+"""Why a number is not run that a command would measure."""
 RATES = ("recovered", "label")
 """Scores that are 0 or 1: their mean is a rate of images."""
 Measured = Mapping[tuple[str, str, str], Record]
@@ -117,7 +119,7 @@ def _measured(study: Study, cell: Cell, measured: Measured) -> ComparedCell:
         return ComparedCell(cell, NOT_RUN, study.unmeasured(cell))
     record = measured.get((wanted.run, wanted.defence, wanted.attack))
     if record is None:
-        return ComparedCell(cell, NOT_RUN, "no record")
+        return ComparedCell(cell, NOT_RUN, NO_RECORD)
     metric = study.content.metrics[cell.metric]
     values = record.values(wanted.metric)
     if record.status != "complete" or not values:

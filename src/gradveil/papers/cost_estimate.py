@@ -1,5 +1,7 @@
 """How long a run of a paper's table takes: from recorded seconds where there are some, else from a cost model.
 
+What other defences took in the same run, by the same attack, corrects the model.
+
 The model multiplies counts with the seconds of `costs.toml`. An attack costs iterations x restarts x (a constant per
 call + images x seconds of the network); one without iterations costs images x seconds of the attack. A training costs
 rounds x images of a round x seconds of the network, and the test after each round. Processor seconds are divided by the
@@ -13,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from statistics import median
 from typing import Any
 
 from gradveil.attacks.attack_catalogue import make_attack
@@ -44,13 +47,13 @@ class CostEstimate:
     def text(self) -> str:
         """The time; a tilde marks one that comes from the cost model, in part or whole."""
         mark = "" if self.recorded == self.runs else "~"
-        return f"{mark}{_rough(self.seconds)}" if self.runs else DASH
+        return f"{mark}{rough(self.seconds)}" if self.runs else DASH
 
 
-def _rough(seconds: float) -> str:
+def rough(seconds: float) -> str:
     """Write a time span with one unit.
 
-    >>> _rough(42), _rough(600), _rough(9000), _rough(400_000)
+    >>> rough(42), rough(600), rough(9000), rough(400_000)
     ('42 s', '10 min', '2.5 h', '4.6 days')
     """
     for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
@@ -63,7 +66,15 @@ def estimate(runs: Iterable[RowRun], measured: Measured, workers: int | None = N
     """Estimate the time of runs on this machine."""
     every = list(runs)
     known = [_recorded(each, measured, workers) for each in every]
-    seconds = [one if one is not None else modelled(each, workers) for each, one in zip(every, known, strict=True)]
+    model = [modelled(each, workers) for each in every]
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for row, one, guess in zip(every, known, model, strict=True):
+        if one is not None:
+            ratios.setdefault((row.run, row.attack), []).append(one / guess)
+    seconds = [
+        one if one is not None else guess * median(ratios.get((row.run, row.attack), [1.0]))
+        for row, one, guess in zip(every, known, model, strict=True)
+    ]
     return CostEstimate(sum(seconds), len(every), sum(one is not None for one in known))
 
 

@@ -8,6 +8,9 @@ from gradveil.papers.paper import PaperStudy, studies
 from gradveil.papers.records import best, read, records_folder
 from gradveil.papers.table_formats import our_text, printed_text
 
+CORES = 2
+"""Cores of the machine whose hours the documentation names."""
+
 
 def recorded(paper: PaperStudy) -> Measured:
     """Choose the best record of each place, local runs left out."""
@@ -25,7 +28,8 @@ def recorded_tables() -> list[ComparedTable]:
     found = []
     for paper in studies().values():
         measured = recorded(paper)
-        found += [compare(paper, entry.name, measured) for entry in paper.tables.values() if not entry.in_text]
+        compared = (compare(paper, entry.name, measured) for entry in paper.tables.values() if not entry.in_text)
+        found += [paper.with_times(each, measured, workers=CORES) for each in compared]
     return found
 
 

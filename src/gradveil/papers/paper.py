@@ -10,12 +10,14 @@ from itertools import product
 from pathlib import Path
 
 from gradveil.core.errors import GradveilError, Problem, fail, refuse
-from gradveil.papers.comparison import ComparedTable, Measured, compare
-from gradveil.papers.cost_estimate import CostEstimate, estimate, modelled
+from gradveil.core.formatting import plural
+from gradveil.papers.comparison import NO_RECORD, ComparedTable, Measured, compare
+from gradveil.papers.cost_estimate import CostEstimate, estimate, modelled, rough
 from gradveil.papers.records import Record, best, folder_to_write, read, records_folder, write
 from gradveil.papers.study import SCALES, Scale, Study, TableEntry, keys, read_printed
 from gradveil.papers.table_formats import FORMATS
 from gradveil.papers.table_run import Only, row_runs, run_row, stand_in_data
+from gradveil.runs.pool import cores
 
 RUNS = Path("runs") / "papers"
 """Where the runs of papers lie."""
@@ -64,6 +66,18 @@ class PaperStudy(Study):
         command = "" if entry.reason else f"gradveil paper run {self.key} {name}"
         return TableOverview(entry, compare(self, entry.name, measured), times, command)
 
+    def with_times(self, compared: ComparedTable, measured: Measured, workers: int | None = None) -> ComparedTable:
+        """Say how long it takes to measure the numbers without a record."""
+        left = {one.cell: self.measurement(one.cell) for one in compared.cells if one.reason == NO_RECORD}
+        places = {(each.run, each.defence, each.attack) for each in left.values() if each}
+        every = row_runs(self, compared.entry.name, "standard")
+        others = [each for each in every if each.place not in places]
+        left_seconds = estimate(every, measured, workers).seconds - estimate(others, measured, workers).seconds
+        machine = plural(workers or cores(), "core")
+        reason = f"{NO_RECORD}; at standard scale all of these take about {rough(left_seconds)} on {machine}"
+        cells = (replace(one, reason=reason) if one.cell in left else one for one in compared.cells)
+        return replace(compared, cells=tuple(cells))
+
     def cost(
         self,
         table: str,
@@ -101,7 +115,8 @@ class PaperStudy(Study):
         mine = compare(self, table, best(self.local(runs)), rows, columns, settings)
         if own:
             return mine
-        shown = compare(self, table, self.measured(runs, records), rows, columns, settings)
+        measured = self.measured(runs, records)
+        shown = self.with_times(compare(self, table, measured, rows, columns, settings), measured)
         pairs = zip(mine.cells, shown.cells, strict=True)
         hidden = Counter(a.record.scale for a, b in pairs if a.record and a.ours is not None and a.record != b.record)
         return replace(shown, hidden=hidden)

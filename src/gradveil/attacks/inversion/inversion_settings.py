@@ -27,6 +27,11 @@ class Variant:
     stepper: Adam
     tv_end: float | None = None
 
+    @property
+    def last_tv(self) -> float:
+        """The weight of the total variation at the last iteration."""
+        return self.tv if self.tv_end is None else self.tv_end
+
 
 @dataclass(frozen=True)
 class InversionSettings(Checked):

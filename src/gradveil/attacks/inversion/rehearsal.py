@@ -25,6 +25,8 @@ SIMULATED = 3
 """Simulated clients that every variant attacks, at most as many as there are target clients."""
 _COST = 0.25
 """All rehearsals together take at most this share of the attack's own iterations, where that leaves them enough."""
+_TIE = 30
+"""Thousandths of a score that decide nothing: simulated clients are few, and rehearsals often shorter."""
 _SHARE, _LEAST = 0.1, 150
 """Enough iterations of a rehearsal: this share of the attack's, and at least so many."""
 
@@ -127,8 +129,14 @@ def shifted(progress: Report, before: int, after: int = 0) -> Report:
 
 
 def choose(attack: InversionSettings, scores: Sequence[int]) -> tuple[InversionSettings, Remark]:
-    """Return the attack with the variant of the best score (its first without scores), and a remark."""
-    best = attack.variants[max(range(len(scores)), key=scores.__getitem__) if scores else 0]
+    """Return the attack with the variant of the best score (its first without scores), and a remark.
+
+    Of variants that score about the same, longer searches prefer the one that ends with the weakest total variation.
+    """
+    best = attack.variants[0]
+    if scores:
+        tied = [(v.last_tv, -score, v) for v, score in zip(attack.variants, scores, strict=True)]
+        best = min((each for each in tied if each[1] <= _TIE - max(scores)), key=lambda each: each[:2])[2]
     words = f"it searched with {_words(best)}, untried on simulated clients: that takes public examples and no secrets"
     if scores:
         tried = "; ".join(
