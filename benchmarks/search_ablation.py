@@ -6,8 +6,9 @@
 The search of `portfolio` with one weight of the total variation, changed in one thing at a time. Target clients hold
 the first test images, one image an update; models are untrained, labels known. `tiles` starts from one random tile of
 4 x 4 pixels, repeated. `features` adds the squared distance of the last layer's inputs from those that its gradient
-shows, relative to their squared length. A line is a mean over the target clients; `error` is the standard error of the
-paired difference to the first variant. Lines that the output has already are left out.
+shows, relative to their squared length. `falling` lowers the weight of the total variation from 0.1 to 0.003 during the
+search. A line is a mean over the target clients; `error` is the standard error of the paired difference to the first
+variant. Lines that the output has already are left out.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ COLUMNS = ("data", "model", "defence", "variant", "tv", "iterations", "ssim", "e
 COLUMNS += ("seconds", "date", "machine", "torch", "seed")
 DEFENCES = {"none": 0.03, "dp(clip=20, sigma=1e-3)": 0.1, "dgp(top=0.2, bottom=0.6)": 0.1}
 """Defences, each with the weight of the total variation that suits it."""
-_TILE, _FEATURES = 4, 0.01
+_TILE, _FEATURES, _FALLING = 4, 0.01, (0.1, 0.003)
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ def variants(attack: Any, model: nn.Module) -> dict[str, Any]:
         **{f"cosine, {lr:g}": with_steps(lr, Cosine()) for lr in sorted({0.1, own, 1.0})},
         f"cosine, {own:g}, tiles": replace(attack, images=Started(model, tiles=True)),
         f"cosine, {own:g}, features": replace(attack, images=Started(model, weight=_FEATURES)),
+        f"cosine, {own:g}, falling": replace(attack, tv=_FALLING[0], tv_end=_FALLING[1]),
     }
 
 
@@ -152,7 +154,7 @@ def measured(options: argparse.Namespace, done: set[tuple[str, ...]]) -> Iterato
                         "model": name,
                         "defence": text,
                         "variant": variant,
-                        "tv": attack.tv,
+                        "tv": tried.tv,
                         "iterations": iterations,
                         "ssim": round(float(scores.mean()), 3),
                         "error": round(float((scores - first).std(correction=0)) / max(1, count - 1) ** 0.5, 3),

@@ -1,11 +1,11 @@
 """How long a run of a paper's table takes: from recorded seconds where there are some, else from a cost model.
 
-What other defences took in the same run, by the same attack, corrects the model.
-
 The model multiplies counts with the seconds of `costs.toml`. An attack costs iterations x restarts x (a constant per
-call + images x seconds of the network); one without iterations costs images x seconds of the attack. A training costs
-rounds x images of a round x seconds of the network, and the test after each round. Processor seconds are divided by the
-cores that can be busy: one per target client, or one per seed of a training. Attacks that stop early take less.
+call + images x seconds of the network, and of a generator that is trained); one without iterations costs images x
+seconds of the attack. A training costs rounds x images of a round x seconds of the network, and the test after each
+round. Processor seconds are divided by the cores that can be busy: one per target client, or one per seed of a
+training. Attacks that stop early take less. What other defences took in the same run, by the same attack, corrects the
+model.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def modelled(row: RowRun, workers: int | None = None) -> float:
         seconds = images * known["closed_form"][name]
     else:
         iterations, restarts = _length(row.attack)
-        rate = known["attack"].get(network, known["attack"]["other"])
+        rate = known["attack"].get(network, known["attack"]["other"]) + known["generator"].get(name, 0.0)
         calls = -(-images // known["rows"]) * known["call"]
         each = (calls + images * rate) * known["factor"].get(name, 1)
         seconds = (config.iterations or iterations) * restarts * each
