@@ -249,17 +249,17 @@ def strongest(lines: list[dict[str, str]]) -> dict[str, str] | None:
 
 def every_defence() -> str:
     """List what a non-adaptive attack and the best adaptive one recover behind each recorded defence."""
-    cells: dict[tuple[str, str, int], list[dict[str, str]]] = {}
+    cells: dict[tuple[str, str, str, int], list[dict[str, str]]] = {}
     for each in recorded_trials("every-defence.csv"):
         batch = int(each["images"]) // int(each["target_clients"])
-        cells.setdefault((each["defence"], each["data"], batch), []).append(each)
+        cells.setdefault((each["defence"], each["model"], each["data"], batch), []).append(each)
     rows: list[list[str]] = []
-    for (defence, data, batch), lines in cells.items():
+    for (defence, model, data, batch), lines in cells.items():
         naive = next((line for line in lines if line["attack"].startswith("ig-scheliga")), None)
         best = strongest([line for line in lines if line is not naive])
         by = f"`{best['attack']}`" if best else ""
-        rows.append([f"`{defence}`", data, str(batch), share_recovered(naive), share_recovered(best), by])
-    return table(["defence", "data", "batch", "non-adaptive", "adaptive", "best adaptive attack"], rows)
+        rows.append([f"`{defence}`", f"`{model}`", data, str(batch), share_recovered(naive), share_recovered(best), by])
+    return table(["defence", "model", "data", "batch", "non-adaptive", "adaptive", "best adaptive attack"], rows)
 
 
 def weakest_settings() -> str:

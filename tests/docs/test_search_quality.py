@@ -56,7 +56,8 @@ def test_page_of_every_defence_shows_the_best_recorded_attack(hook: Any) -> None
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in hook.every_defence().splitlines()[2:]]
     runs = recorded("every-defence.csv")
     settings = [
-        (f"`{run['defence']}`", run["data"], str(int(run["images"]) // int(run["target_clients"]))) for run in runs
+        (f"`{run['defence']}`", f"`{run['model']}`", run["data"], str(int(run["images"]) // int(run["target_clients"])))
+        for run in runs
     ]
     assert len(lines) == len(set(settings))
     for *setting, _, adaptive, best in lines:

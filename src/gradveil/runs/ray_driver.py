@@ -32,7 +32,7 @@ _KNOCK_SECONDS = 30.0
 _ROOM_SECONDS = 60.0
 _LOOK_SECONDS = 0.5
 _UNSEEN_SECONDS = 20.0
-"""Seconds without any starting process after which an actor that does not live yet is replaced."""
+"""Seconds after the last starting process was seen, after which an actor that does not live yet is replaced."""
 _STARTING = (b"default_worker.py", b"ray::IDLE")
 """Parts of a worker process's command line until it is an actor."""
 _SITE = ("opener", "setting", "threads")
@@ -221,13 +221,13 @@ def _killed_at_start(actor: Any) -> bool:
     import ray
 
     lives = actor.__ray_ready__.remote()
-    seen = time.monotonic()
+    seen: float | None = None  # preparing the first start takes long on a busy machine
     while not ray.wait([lives], timeout=_LOOK_SECONDS)[0]:
         # The raylet has the command line of its workers among its arguments.
         calls = [called for called in _session() if not called.partition(b"\0")[0].endswith(b"raylet")]
         if any(part in called for called in calls for part in _STARTING):
             seen = time.monotonic()
-        elif time.monotonic() > seen + _UNSEEN_SECONDS:
+        elif seen is not None and time.monotonic() > seen + _UNSEEN_SECONDS:
             return True
     return False
 
