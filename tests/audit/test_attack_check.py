@@ -339,7 +339,20 @@ def test_who_draws_what_the_defence_draws_in_the_model_does_not_adapt(
     health = HEALTHY | {"objective_truth": 0.01}
     trial = row(0, health=health, defence=defence, knowledge=knowledge, drawn=drawn)
     (verdict,) = [each for each in verdicts([trial, BARE]) if not each.undefended]
-    assert verdict.level == level
+    known = defence == "gaussian(0.1)" or level == "not tested"
+    assert verdict.level == (level if known else "inconclusive")
+
+
+def test_a_defence_that_nobody_knows_holds_only_against_an_attack_of_ones_own() -> None:
+    health = HEALTHY | {"objective_truth": 0.01}
+    general = row(0, health=health, defence="mine:Lattice")
+    own = row(0, health=health, defence="mine:Lattice", attack="mine:undo", custom=True)
+    control = row(32, defence="none", simulated_client="naive", attack="mine:undo", custom=True)
+    levels = [
+        next(v.level for v in verdicts([*some, BARE]) if not v.undefended)
+        for some in ([general], [general, own, control])
+    ]
+    assert levels == ["inconclusive", "not broken"]
 
 
 def test_no_other_attack_vouches_for_a_custom_one() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 from gradveil.audit.attack_check import PLAIN
 from gradveil.audit.attack_selection import canonical
-from gradveil.audit.attackers.attacker_table import is_unknown
 from gradveil.audit.defence_costs import Costs, DefenceCost, largest_epsilon_of
 from gradveil.audit.verdict import ENOUGH, LEVELS, Level, Verdict
 from gradveil.core.formatting import interval, listing, number, plural
@@ -180,8 +179,6 @@ def _use(
         )
     elif worst.health.state not in PLAIN:
         sentences.append(f"Its attack check is {worst.health.label}.")
-    if is_unknown(best.name):
-        sentences.append("Nothing says what it does: rely on it after an attack that is written against it.")
     if doubt := reservation(epsilon := largest_epsilon_of(worst.best.info, best.cost)):
         sentences.append(f"Its epsilon is {number(epsilon)}, {doubt}.")
     sentences.append(_compared(best, others, defended))

@@ -9,6 +9,7 @@ from typing import Literal
 
 from gradveil.audit.attack_check import PASSED, Health, coincidence, examine, guesses, unused_rounds
 from gradveil.audit.attack_selection import ATTACKERS
+from gradveil.audit.attackers.attacker_table import is_unknown
 from gradveil.audit.baselines import Test, baseline, expected_of, interval_of, risk_of, tests_by_trial
 from gradveil.audit.result_rows import Row, TrialSetting, short_names
 from gradveil.audit.threat_model import unknown_to_all
@@ -348,6 +349,13 @@ def _level(
     if not tests:
         return "inconclusive", (
             f"Nothing could be tested: neither auxiliary data nor a second private {passed[0].words.noun} is there.",
+        )
+    # General attacks see structure of entries and few numbers; what mixes many entries can be undone by who knows how.
+    if is_unknown(passed[0].defence) and not any(row.info.get("custom") for row in passed):
+        return "inconclusive", (
+            "Gradveil does not know what this defence does, and general attacks miss what its author could undo: "
+            "attack it with code that is written against it (--attack module:Name), which counts if it passes its "
+            "attack check.",
         )
     names = listing(dict.fromkeys(row.attack for row in passed))
     stopped = [f"The budget stopped {row.attack} at {percent(row.budget_share)}." for row in passed if row.budget_share]
