@@ -13,6 +13,7 @@ from torch import Tensor
 from gradveil.audit.attack_check import STATES, coincidence, complaints, descent, examine
 from gradveil.audit.attack_selection import trials
 from gradveil.audit.preflight import open_experiment
+from gradveil.audit.recommendation import recommend
 from gradveil.audit.result_rows import Row
 from gradveil.audit.run_directory import load_run
 from gradveil.audit.score import TrialNames, score
@@ -353,6 +354,9 @@ def test_a_defence_that_nobody_knows_holds_only_against_an_attack_of_ones_own() 
         for some in ([general], [general, own, control])
     ]
     assert levels == ["inconclusive", "not broken"]
+    told = recommend(verdicts([general, BARE]), [])
+    assert told is not None
+    assert (told.defence, "written against it" in told.text) == (None, True)
 
 
 def test_no_other_attack_vouches_for_a_custom_one() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from gradveil.audit.attack_check import PLAIN
 from gradveil.audit.attack_selection import canonical
+from gradveil.audit.attackers.attacker_table import is_unknown
 from gradveil.audit.defence_costs import Costs, DefenceCost, largest_epsilon_of
 from gradveil.audit.verdict import ENOUGH, LEVELS, Level, Verdict
 from gradveil.core.formatting import interval, listing, number, plural
@@ -23,6 +24,7 @@ _COST = " ".join(
 )
 """Options of `gradveil audit` that measure accuracy next to the attacks."""
 _OPTIONS = {
+    "own": ("--attack module:Name", 'attacks=["adaptive", yours]'),
     "adaptive": ("--attack adaptive", 'attacks=["adaptive"]'),
     "batch": ("--set client.batch={}", "client_batch={}"),
     "budget": ("--budget none (all iterations)", "budget=None (all iterations)"),
@@ -274,7 +276,10 @@ def _none(
     open_levels = [each for each in defended if each.level in ("inconclusive", "not tested")]
     if untested := [each.name for each in open_levels if each.level == "not tested"]:
         steps.append(f"attack {listing(untested)} with what knows it: {option['adaptive']}")
-    if vague := [each for each in open_levels if each.level == "inconclusive"]:
+    undecided = [each for each in open_levels if each.level == "inconclusive"]
+    if own := [each.name for each in undecided if is_unknown(each.name)]:
+        steps.append(f"attack {listing(own)} with code that is written against it: {option['own']}")
+    if vague := [each for each in undecided if each.name not in own]:
         steps.append(f"attack {listing(each.name for each in vague)} again with {_more(vague, option)}")
     leaking = [each for each in defended if each.level in ("broken", "leaks")]
     if leaking:
