@@ -205,8 +205,8 @@ def portfolio() -> Inversion:
     """Portfolio: CDIA's knowledge of all rounds, plain Adam, and variation of colour differences too.
 
     No single setting wins against every defence, so several are tried on clients that the attacker simulates with
-    public images; without such images it takes the first. A variation that falls during the search finds more than a
-    small one in the same iterations; behind noise a large one finds more. Large steps that shrink to nothing by the
+    public images; without such images it takes the first. A variation that falls during the search finds more in
+    few iterations than a small one; behind noise a large one finds more. Large steps that shrink to nothing by the
     last iteration find in a hundred iterations what small ones find in three hundred.
     """
     plain = Adam(lr=0.5)
