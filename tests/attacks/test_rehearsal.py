@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from gradveil.attacks.attack_catalogue import make_attack
@@ -13,6 +14,7 @@ from gradveil.attacks.inversion.optimisers import Adam
 from gradveil.attacks.inversion.rehearsal import effort, iterations_within
 from gradveil.attacks.knowledge import Known
 from gradveil.attacks.protocol import Progress
+from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from tests.attacks.small_experiments import Scene, tiny
@@ -60,6 +62,8 @@ def test_a_falling_variation_is_weighed_as_it_ends_in_the_attack_check() -> None
     }
     assert (found["0.001"].initial < found["none"].initial).all()
     assert not torch.equal(found["0.001"].inputs, found["none"].inputs)
+    with pytest.raises(GradveilError, match="tv_end"):
+        make_attack("portfolio(tv=0, tv_end=0.001)")
 
 
 def test_the_choice_does_not_depend_on_the_observed_updates() -> None:

@@ -351,7 +351,8 @@ def _level(
             f"Nothing could be tested: neither auxiliary data nor a second private {passed[0].words.noun} is there.",
         )
     # General attacks see structure of entries and few numbers; what mixes many entries can be undone by who knows how.
-    if is_unknown(passed[0].defence) and not any(row.info.get("custom") for row in passed):
+    own = [row for row in passed if row.info.get("custom")]
+    if is_unknown(passed[0].defence) and _without(own, judged) is not None:
         return "inconclusive", (
             "Gradveil does not know what this defence does, and general attacks miss what its author could undo: "
             "attack it with code that is written against it (--attack module:Name), which counts if it passes its "

@@ -157,6 +157,8 @@ class InversionSettings(Checked):
             conflicts = (("start", self.start != "normal"), ("langevin", self.langevin > 0))
             for setting in (setting for setting, is_set in conflicts if is_set):
                 yield Problem(f"{self.name}.{setting}", problem, "leave it out")
+        if self.tv_end is not None and not self.tv:
+            yield Problem(f"{self.name}.tv_end", "is where the total variation ends, but tv is 0", "set tv too")
         if self.evolves and self.descent.halving:
             problem = "drops restarts, but these are a population, whose size must not change"
             yield Problem(f"{self.name}.halving", problem, "leave it out")
