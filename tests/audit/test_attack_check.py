@@ -344,19 +344,46 @@ def test_who_draws_what_the_defence_draws_in_the_model_does_not_adapt(
     assert verdict.level == (level if known else "inconclusive")
 
 
-def test_a_defence_that_nobody_knows_holds_only_against_an_attack_of_ones_own() -> None:
-    health = HEALTHY | {"objective_truth": 0.01}
-    general = row(0, health=health, defence="mine:Lattice")
-    own = row(0, health=health, defence="mine:Lattice", attack="mine:undo", custom=True)
-    control = row(32, defence="none", simulated_client="naive", attack="mine:undo", custom=True)
-    levels = [
-        next(v.level for v in verdicts([*some, BARE]) if not v.undefended)
-        for some in ([general], [general, own, control])
-    ]
-    assert levels == ["inconclusive", "not broken"]
+def level_of(defence: str, *rows: Row) -> str:
+    return next(each.level for each in verdicts([*rows, BARE]) if each.defence == defence)
+
+
+def test_a_defence_that_nobody_knows_holds_only_against_an_attack_that_undoes_a_weaker_setting() -> None:
+    health, name = HEALTHY | {"objective_truth": 0.01}, "mine:Lattice(step=1)"
+    own: dict[str, Any] = {"attack": "mine:undo", "custom": True}
+    general = row(0, health=health, defence=name)
+    undo = row(0, health=health, defence=name, **own)
+    control = row(32, defence="none", simulated_client="naive", **own)
+    weaker = row(32, defence="mine:Lattice(step=0.1)", **own)
+    assert level_of(name, general) == "inconclusive"
+    assert level_of(name, general, undo, control) == "inconclusive"
+    assert level_of(name, general, undo, control, weaker) == "not broken"
     told = recommend(verdicts([general, BARE]), [])
     assert told is not None
-    assert (told.defence, "written against it" in told.text) == (None, True)
+    assert (told.defence, "a weaker setting that it undoes" in told.text) == (None, True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"defence": "mine:Other(step=0.1)"},
+        {"defence": "mine:Lattice(step=0.1)", "attack": "portfolio", "custom": False},
+        {"defence": "mine:Lattice(step=0.1)", "recovered": 0},
+    ],
+)
+def test_neither_other_defences_nor_other_attacks_vouch_for_the_attack_on_an_unknown_defence(
+    change: dict[str, Any],
+) -> None:
+    health, name = HEALTHY | {"objective_truth": 0.01}, "mine:Lattice(step=1)"
+    own: dict[str, Any] = {"attack": "mine:undo", "custom": True}
+    weaker = row(change.pop("recovered", 32), health=health, **(own | change))
+    control = row(32, defence="none", simulated_client="naive", **own)
+    verdict = next(
+        each
+        for each in verdicts([row(0, health=health, defence=name, **own), control, weaker, BARE])
+        if each.defence == name
+    )
+    assert (verdict.level, "add a weaker setting" in verdict.reasons[0]) == ("inconclusive", True)
 
 
 def test_no_other_attack_vouches_for_a_custom_one() -> None:

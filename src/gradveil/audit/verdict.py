@@ -14,6 +14,7 @@ from gradveil.audit.baselines import Test, baseline, expected_of, interval_of, r
 from gradveil.audit.result_rows import Row, TrialSetting, short_names
 from gradveil.audit.threat_model import unknown_to_all
 from gradveil.core.formatting import interval, listing, number, percent, plural, size
+from gradveil.core.text_form import bare
 from gradveil.metrics import Risk, wilson
 
 
@@ -99,6 +100,16 @@ UNKNOWN = (
 WHERE = "recovered where that is the leak"
 RARE = "there are fewer than two public images of a class, so that a guess is taken to pass for all of them"
 """Why recovery cannot be tested for images of a rare class, or of a batch with one."""
+
+_UNOPPOSED = (
+    "Gradveil does not know what this defence does, and general attacks miss what its author could undo: attack it "
+    "with code that is written against it (--attack module:Name), and in the same run a weaker setting of the defence, "
+    "behind which that code finds the examples."
+)
+_UNSHOWN = (
+    "Gradveil does not know what this defence does, and nothing shows that the code which is written against it could "
+    "undo it: add a weaker setting of the defence to the run, behind which that code finds the examples."
+)
 
 _RANK: list[Level] = ["broken", "leaks", "inconclusive", "not tested", "not broken"]
 
@@ -352,12 +363,8 @@ def _level(
         )
     # General attacks see structure of entries and few numbers; what mixes many entries can be undone by who knows how.
     own = [row for row in passed if row.info.get("custom")]
-    if is_unknown(passed[0].defence) and _without(own, judged) is not None:
-        return "inconclusive", (
-            "Gradveil does not know what this defence does, and general attacks miss what its author could undo: "
-            "attack it with code that is written against it (--attack module:Name), which counts if it passes its "
-            "attack check.",
-        )
+    if is_unknown(passed[0].defence) and _without([row for row in own if _works(row, here)], judged) is not None:
+        return "inconclusive", (_UNSHOWN if _without(own, judged) is None else _UNOPPOSED,)
     names = listing(dict.fromkeys(row.attack for row in passed))
     stopped = [f"The budget stopped {row.attack} at {percent(row.budget_share)}." for row in passed if row.budget_share]
     least = min(test.adjusted for test in tests)
@@ -391,6 +398,17 @@ def _passed(row: Row, here: Sequence[Row]) -> bool:
     state = examine(row, here).state
     # Without a defence only an objective that other images satisfy as well shows that the attack did all it could.
     return state == "ambiguous" if row.undefended else state in PASSED
+
+
+def _works(own: Row, here: Sequence[Row]) -> bool:
+    """Report whether an attack of the user's own finds what another setting of the same defence sends."""
+    return any(
+        row.attack == own.attack
+        and row.defence != own.defence
+        and bare(row.defence) == bare(own.defence)
+        and examine(row, here).state == "effective"
+        for row in here
+    )
 
 
 def _words(test: Test) -> str:
