@@ -348,42 +348,50 @@ def level_of(defence: str, *rows: Row) -> str:
     return next(each.level for each in verdicts([*rows, BARE]) if each.defence == defence)
 
 
-def test_a_defence_that_nobody_knows_holds_only_against_an_attack_that_undoes_a_weaker_setting() -> None:
-    health, name = HEALTHY | {"objective_truth": 0.01}, "mine:Lattice(step=1)"
-    own: dict[str, Any] = {"attack": "mine:undo", "custom": True}
-    general = row(0, health=health, defence=name)
-    undo = row(0, health=health, defence=name, **own)
-    control = row(32, defence="none", simulated_client="naive", **own)
-    weaker = row(32, defence="mine:Lattice(step=0.1)", **own)
-    assert level_of(name, general) == "inconclusive"
-    assert level_of(name, general, undo, control) == "inconclusive"
-    assert level_of(name, general, undo, control, weaker) == "not broken"
-    told = recommend(verdicts([general, BARE]), [])
+LATTICE, WEAKER = "mine:Lattice(step=1)", "mine:Lattice(step=0.1)"
+OWN: dict[str, Any] = {"attack": "mine:undo", "custom": True}
+
+
+def unknown(recovered: int, defence: str, **change: Any) -> Row:
+    return row(recovered, health=HEALTHY | {"objective_truth": 0.01}, defence=defence, **change)
+
+
+UNDONE = (
+    unknown(0, LATTICE),
+    unknown(0, LATTICE, **OWN),
+    row(32, defence="none", simulated_client="naive", **OWN),
+    BARE,
+)
+
+
+def test_a_defence_that_nobody_knows_holds_only_against_an_attack_that_alone_undoes_a_weaker_setting() -> None:
+    assert level_of(LATTICE, unknown(0, LATTICE)) == "inconclusive"
+    assert level_of(LATTICE, *UNDONE) == "inconclusive"
+    assert level_of(LATTICE, *UNDONE, unknown(32, WEAKER, **OWN), unknown(0, WEAKER)) == "not broken"
+    told = recommend(verdicts([unknown(0, LATTICE), BARE]), [])
     assert told is not None
-    assert (told.defence, "a weaker setting that it undoes" in told.text) == (None, True)
+    assert (told.defence, "a weaker setting that only this code undoes" in told.text) == (None, True)
 
 
 @pytest.mark.parametrize(
-    "change",
+    "others",
     [
-        {"defence": "mine:Other(step=0.1)"},
-        {"defence": "mine:Lattice(step=0.1)", "attack": "portfolio", "custom": False},
-        {"defence": "mine:Lattice(step=0.1)", "recovered": 0},
+        (unknown(32, "mine:Other(step=0.1)", **OWN), unknown(0, "mine:Other(step=0.1)")),
+        (unknown(32, WEAKER),),
+        (unknown(0, WEAKER), unknown(0, WEAKER, **OWN)),
+        (unknown(0, WEAKER), unknown(8, WEAKER, **OWN)),
+        (unknown(0, WEAKER, seed=1), unknown(32, WEAKER, seed=1, **OWN)),
+        # Behind quiet noise every search finds the images: that one of them is one's own shows nothing.
+        (unknown(32, WEAKER), unknown(32, WEAKER, **OWN)),
+        (unknown(32, WEAKER, **OWN),),
     ],
 )
-def test_neither_other_defences_nor_other_attacks_vouch_for_the_attack_on_an_unknown_defence(
-    change: dict[str, Any],
-) -> None:
-    health, name = HEALTHY | {"objective_truth": 0.01}, "mine:Lattice(step=1)"
-    own: dict[str, Any] = {"attack": "mine:undo", "custom": True}
-    weaker = row(change.pop("recovered", 32), health=health, **(own | change))
-    control = row(32, defence="none", simulated_client="naive", **own)
-    verdict = next(
-        each
-        for each in verdicts([row(0, health=health, defence=name, **own), control, weaker, BARE])
-        if each.defence == name
+def test_nothing_else_vouches_for_the_attack_on_an_unknown_defence(others: tuple[Row, ...]) -> None:
+    verdict = next(each for each in verdicts([*UNDONE, *others]) if each.defence == LATTICE)
+    assert (verdict.level, "general attacks, such as adaptive, find none" in verdict.reasons[0]) == (
+        "inconclusive",
+        True,
     )
-    assert (verdict.level, "add a weaker setting" in verdict.reasons[0]) == ("inconclusive", True)
 
 
 def test_no_other_attack_vouches_for_a_custom_one() -> None:

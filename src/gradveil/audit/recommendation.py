@@ -279,8 +279,8 @@ def _none(
     undecided = [each for each in open_levels if each.level == "inconclusive"]
     if own := [each.name for each in undecided if is_unknown(each.name)]:
         steps.append(
-            f"attack {listing(own)} with code that is written against it, and a weaker setting that it undoes: "
-            f"{option['own']}"
+            f"attack {listing(own)} with code that is written against it, and a weaker setting that only this code "
+            f"undoes: {option['own']}"
         )
     if vague := [each for each in undecided if each.name not in own]:
         steps.append(f"attack {listing(each.name for each in vague)} again with {_more(vague, option)}")

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gradveil.audit.attack_check import PASSED, Health, coincidence, examine, guesses, unused_rounds
+from gradveil.audit.attack_check import PASSED, SOUND, Health, coincidence, examine, guesses, unused_rounds
 from gradveil.audit.attack_selection import ATTACKERS
 from gradveil.audit.attackers.attacker_table import is_unknown
-from gradveil.audit.baselines import Test, baseline, expected_of, interval_of, risk_of, tests_by_trial
+from gradveil.audit.baselines import Test, baseline, expected_of, interval_of, leaks, risk_of, tests_by_trial
 from gradveil.audit.result_rows import Row, TrialSetting, short_names
 from gradveil.audit.threat_model import unknown_to_all
 from gradveil.core.formatting import interval, listing, number, percent, plural, size
@@ -104,11 +104,13 @@ RARE = "there are fewer than two public images of a class, so that a guess is ta
 _UNOPPOSED = (
     "Gradveil does not know what this defence does, and general attacks miss what its author could undo: attack it "
     "with code that is written against it (--attack module:Name), and in the same run a weaker setting of the defence, "
-    "behind which that code finds the examples."
+    "behind which that code finds the examples and general attacks find none."
 )
 _UNSHOWN = (
-    "Gradveil does not know what this defence does, and nothing shows that the code which is written against it could "
-    "undo it: add a weaker setting of the defence to the run, behind which that code finds the examples."
+    "Gradveil does not know what this defence does, and nothing shows that the code which is written against it undoes "
+    "it: that takes a weaker setting of the defence in the same run, behind which that code finds at least half of the "
+    "examples and general attacks, such as adaptive, find none. Where these find them too, the noise is weak, and "
+    "nothing is undone."
 )
 
 _RANK: list[Level] = ["broken", "leaks", "inconclusive", "not tested", "not broken"]
@@ -401,14 +403,21 @@ def _passed(row: Row, here: Sequence[Row]) -> bool:
 
 
 def _works(own: Row, here: Sequence[Row]) -> bool:
-    """Report whether an attack of the user's own finds what another setting of the same defence sends."""
-    return any(
-        row.attack == own.attack
-        and row.defence != own.defence
-        and bare(row.defence) == bare(own.defence)
-        and examine(row, here).state == "effective"
-        for row in here
-    )
+    """Report whether an attack of the user's own undoes another setting of the same defence, on the same seed.
+
+    It finds at least half of the examples there, and general attacks, which know nothing of the defence, find none:
+    behind quiet noise every search finds them.
+    """
+    for other in here:
+        if (other.attack, other.seed) != (own.attack, own.seed) or other.defence == own.defence:
+            continue
+        if bare(other.defence) != bare(own.defence) or max(other.asr, other.identifiable / other.images) < SOUND:
+            continue
+        beside = [row for row in here if (row.defence, row.seed) == (other.defence, other.seed) and not row.is_control]
+        general = [row for row in beside if not row.info.get("custom") and row.attacker != "informed"]
+        if leaks(other) and any(row.attacker == "adaptive" for row in general) and not any(map(leaks, general)):
+            return True
+    return False
 
 
 def _words(test: Test) -> str:
