@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from gradveil.cli.app import run
-from gradveil.core.errors import GradveilError
-from gradveil.papers import FORMATS, PaperStudy, compare, find_study, row_runs, run_row
+from gradveil.core.errors import GradveilError, fail
+from gradveil.papers import FORMATS, PaperStudy, compare, find_study, row_runs, run_row, table_run
 from gradveil.papers.cost_estimate import estimate
 from gradveil.papers.records import write
 from gradveil.papers.study import Cell, _Tables
@@ -97,6 +98,28 @@ def test_a_row_of_an_older_table_is_recomputed_at_quick_scale(tmp_path: Path) ->
         run_row(row, tmp_path, workers=1)
     (record,) = paper.run("T1", rows=["GP"], columns=["IG"], changes=changes, runs=tmp_path, workers=1)
     assert record.iterations == 2
+
+
+@pytest.mark.parametrize(("column", "opener"), [("IG", "open_experiment"), ("Final Model Acc.", "open_setting")])
+def test_rows_beside_each_other_do_not_fight_for_the_cores(
+    column: str, opener: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[int]()
+
+    def stop(*_: object) -> None:
+        seen.append(torch.get_num_threads())
+        raise fail("row", "stopped here", "go on")
+
+    monkeypatch.setattr(table_run, opener, stop)
+    (row,) = row_runs(find_study("dual-gradient-pruning"), "Table 1", "quick", ["Baseline"], [column])
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(GradveilError, match="stopped here"):
+            run_row(row, tmp_path, workers=1)
+        assert (seen, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_an_attack_that_knows_the_defence_fills_its_column() -> None:

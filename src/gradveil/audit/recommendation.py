@@ -278,7 +278,10 @@ def _none(
         steps.append(f"attack {listing(untested)} with what knows it: {option['adaptive']}")
     undecided = [each for each in open_levels if each.level == "inconclusive"]
     if own := [each.name for each in undecided if is_unknown(each.name)]:
-        steps.append(f"attack {listing(own)} with code that is written against it: {option['own']}")
+        steps.append(
+            f"attack {listing(own)} with code that is written against it, and a weaker setting that only this code "
+            f"undoes: {option['own']}"
+        )
     if vague := [each for each in undecided if each.name not in own]:
         steps.append(f"attack {listing(each.name for each in vague)} again with {_more(vague, option)}")
     leaking = [each for each in defended if each.level in ("broken", "leaks")]

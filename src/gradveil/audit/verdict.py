@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gradveil.audit.attack_check import PASSED, Health, coincidence, examine, guesses, unused_rounds
+from gradveil.audit.attack_check import PASSED, SOUND, Health, coincidence, examine, guesses, unused_rounds
 from gradveil.audit.attack_selection import ATTACKERS
 from gradveil.audit.attackers.attacker_table import is_unknown
-from gradveil.audit.baselines import Test, baseline, expected_of, interval_of, risk_of, tests_by_trial
+from gradveil.audit.baselines import Test, baseline, expected_of, interval_of, leaks, risk_of, tests_by_trial
 from gradveil.audit.result_rows import Row, TrialSetting, short_names
 from gradveil.audit.threat_model import unknown_to_all
 from gradveil.core.formatting import interval, listing, number, percent, plural, size
+from gradveil.core.text_form import bare
 from gradveil.metrics import Risk, wilson
 
 
@@ -99,6 +100,18 @@ UNKNOWN = (
 WHERE = "recovered where that is the leak"
 RARE = "there are fewer than two public images of a class, so that a guess is taken to pass for all of them"
 """Why recovery cannot be tested for images of a rare class, or of a batch with one."""
+
+_UNOPPOSED = (
+    "Gradveil does not know what this defence does, and general attacks miss what its author could undo: attack it "
+    "with code that is written against it (--attack module:Name), and in the same run a weaker setting of the defence, "
+    "behind which that code finds the examples and general attacks find none."
+)
+_UNSHOWN = (
+    "Gradveil does not know what this defence does, and nothing shows that the code which is written against it undoes "
+    "it: that takes a weaker setting of the defence in the same run, behind which that code finds at least half of the "
+    "examples and general attacks, such as adaptive, find none. Where these find them too, the noise is weak, and "
+    "nothing is undone."
+)
 
 _RANK: list[Level] = ["broken", "leaks", "inconclusive", "not tested", "not broken"]
 
@@ -352,12 +365,8 @@ def _level(
         )
     # General attacks see structure of entries and few numbers; what mixes many entries can be undone by who knows how.
     own = [row for row in passed if row.info.get("custom")]
-    if is_unknown(passed[0].defence) and _without(own, judged) is not None:
-        return "inconclusive", (
-            "Gradveil does not know what this defence does, and general attacks miss what its author could undo: "
-            "attack it with code that is written against it (--attack module:Name), which counts if it passes its "
-            "attack check.",
-        )
+    if is_unknown(passed[0].defence) and _without([row for row in own if _works(row, here)], judged) is not None:
+        return "inconclusive", (_UNSHOWN if _without(own, judged) is None else _UNOPPOSED,)
     names = listing(dict.fromkeys(row.attack for row in passed))
     stopped = [f"The budget stopped {row.attack} at {percent(row.budget_share)}." for row in passed if row.budget_share]
     least = min(test.adjusted for test in tests)
@@ -391,6 +400,24 @@ def _passed(row: Row, here: Sequence[Row]) -> bool:
     state = examine(row, here).state
     # Without a defence only an objective that other images satisfy as well shows that the attack did all it could.
     return state == "ambiguous" if row.undefended else state in PASSED
+
+
+def _works(own: Row, here: Sequence[Row]) -> bool:
+    """Report whether an attack of the user's own undoes another setting of the same defence, on the same seed.
+
+    It finds at least half of the examples there, and general attacks, which know nothing of the defence, find none:
+    behind quiet noise every search finds them.
+    """
+    for other in here:
+        if (other.attack, other.seed) != (own.attack, own.seed) or other.defence == own.defence:
+            continue
+        if bare(other.defence) != bare(own.defence) or max(other.asr, other.identifiable / other.images) < SOUND:
+            continue
+        beside = [row for row in here if (row.defence, row.seed) == (other.defence, other.seed) and not row.is_control]
+        general = [row for row in beside if not row.info.get("custom") and row.attacker != "informed"]
+        if leaks(other) and any(row.attacker == "adaptive" for row in general) and not any(map(leaks, general)):
+            return True
+    return False
 
 
 def _words(test: Test) -> str:

@@ -20,6 +20,7 @@ from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.formatting import suggestion
 from gradveil.core.settings import REQUIRED, NamedEntry
 
+_SETTINGS = re.compile(r"\([^()]*\)")
 _TOKEN = re.compile(
     r"""(?P<space>\s+)
     |(?P<path>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*)
@@ -85,6 +86,16 @@ def read(
     built = [_term(reader, term, start) for term, start in _terms(reader)]
     refuse(reader.problems)
     return [pair for pair in built if pair is not None]
+
+
+def bare(text: str) -> str:
+    """Drop the settings of a defence or an attack.
+
+    >>> bare("dp(clip=1, sigma=2) + cvb"), bare("mixup(of=own(2))")
+    ('dp + cvb', 'mixup')
+    """
+    shorter = _SETTINGS.sub("", text)
+    return shorter if shorter == text else bare(shorter)
 
 
 def _a(noun: str) -> str:

@@ -199,10 +199,15 @@ def run_row(
     """Run what is not finished of a row, and return its measurements."""
     config, folder = row.config(), root / row.folder
     console = Console(stderr=True, quiet=not progress, markup=False)
-    if isinstance(config, TrainConfig):
-        _train(config, folder, data_dir, workers, fresh, row.command)
-    else:
-        _audit(config, folder, data_dir, workers, fresh, row.command, console)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        if isinstance(config, TrainConfig):
+            _train(config, folder, data_dir, workers, fresh, row.command)
+        else:
+            _audit(config, folder, data_dir, workers, fresh, row.command, console)
+    finally:
+        torch.set_num_threads(before)
     return row.measured(root)
 
 
@@ -223,14 +228,9 @@ def _audit(
     share = -(-config.target_clients // count)
     info = describe_audit(config, share, command, experiment.held, sharing(experiment), (), experiment.images)
     info |= {"code": running_code()}
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with Store(folder).open(info, fresh) as store, Screen(console) as screen:
-            share = store.info()["share"]
-            run_audit(experiment, store, screen, share, _schedule(count)(audit_site(experiment, data_dir)))
-    finally:
-        torch.set_num_threads(before)
+    with Store(folder).open(info, fresh) as store, Screen(console) as screen:
+        share = store.info()["share"]
+        run_audit(experiment, store, screen, share, _schedule(count)(audit_site(experiment, data_dir)))
 
 
 def _train(

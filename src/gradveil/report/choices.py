@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from gradveil.core.errors import Problem
 from gradveil.core.formatting import listing
+from gradveil.core.text_form import bare
 
 T = TypeVar("T")
-_SETTINGS = re.compile(r"\([^()]*\)")
-
-
-def bare(text: str) -> str:
-    """Drop the settings of a defence or an attack.
-
-    >>> bare("dp(clip=1, sigma=2) + cvb"), bare("mixup(of=own(2))")
-    ('dp + cvb', 'mixup')
-    """
-    shorter = _SETTINGS.sub("", text)
-    return shorter if shorter == text else bare(shorter)
 
 
 def is_named(text: str, name: str) -> bool:
