@@ -104,7 +104,8 @@ class EntryLikelihood(SentenceLikelihood):
 
     def log_likelihoods(self, columns: Tensor) -> Tensor:
         """Return the log likelihoods [N] of sentences, given as columns [N, T] of the candidates."""
-        return torch.tensor([self._fit(one).log_likelihood for one in columns], device=columns.device)
+        found = [self._fit(one).log_likelihood for one in columns]
+        return torch.tensor(found, dtype=torch.float64, device=columns.device)
 
     def exchanged(self, columns: Tensor, place: int) -> Tensor:
         """Return the log likelihood [K], up to a constant, of a sentence with each candidate at a place.

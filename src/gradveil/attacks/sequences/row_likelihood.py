@@ -82,7 +82,7 @@ class RowLikelihood(ABC):
             for place, word in enumerate(sentence):
                 places.setdefault(word, []).append(place)
             found.append(used + sum(self._explained(*one) for one in places.items()))
-        return torch.tensor(found, device=words.device)
+        return torch.tensor(found, dtype=torch.float64, device=words.device)
 
     def exchanged(self, words: Tensor, place: int, candidates: Tensor) -> Tensor:
         """Return the log likelihoods [K], up to a constant, of a sentence [T] with each candidate at a place."""
