@@ -384,6 +384,7 @@ def test_a_defence_that_nobody_knows_holds_only_against_an_attack_that_alone_und
         # Behind quiet noise every search finds the images: that one of them is one's own shows nothing.
         (unknown(32, WEAKER), unknown(32, WEAKER, **OWN)),
         (unknown(32, WEAKER, **OWN),),
+        (unknown(32, WEAKER, control=True, **OWN), unknown(0, WEAKER)),
     ],
 )
 def test_nothing_else_vouches_for_the_attack_on_an_unknown_defence(others: tuple[Row, ...]) -> None:

@@ -408,12 +408,13 @@ def _works(own: Row, here: Sequence[Row]) -> bool:
     It finds at least half of the examples there, and general attacks, which know nothing of the defence, find none:
     behind quiet noise every search finds them.
     """
-    for other in here:
+    shown = [row for row in here if not row.is_control]
+    for other in shown:
         if (other.attack, other.seed) != (own.attack, own.seed) or other.defence == own.defence:
             continue
         if bare(other.defence) != bare(own.defence) or max(other.asr, other.identifiable / other.images) < SOUND:
             continue
-        beside = [row for row in here if (row.defence, row.seed) == (other.defence, other.seed) and not row.is_control]
+        beside = [row for row in shown if (row.defence, row.seed) == (other.defence, other.seed)]
         general = [row for row in beside if not row.info.get("custom") and row.attacker != "informed"]
         if leaks(other) and any(row.attacker == "adaptive" for row in general) and not any(map(leaks, general)):
             return True
