@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from gradveil.audit import preflight
+from gradveil.audit.experiment import Experiment
 from gradveil.cli.app import run
-from gradveil.core.errors import GradveilError, fail
+from gradveil.core.errors import GradveilError, Problem, fail
 from gradveil.papers import FORMATS, PaperStudy, compare, find_study, row_runs, run_row, table_run
 from gradveil.papers.cost_estimate import estimate
 from gradveil.papers.records import write
@@ -106,7 +108,7 @@ def test_rows_beside_each_other_do_not_fight_for_the_cores(
 ) -> None:
     seen = list[int]()
 
-    def stop(*_: object) -> None:
+    def stop(*_: object, **__: object) -> None:
         seen.append(torch.get_num_threads())
         raise fail("row", "stopped here", "go on")
 
@@ -141,6 +143,20 @@ def test_a_refused_row_does_not_stop_the_others_and_is_named_after_them(tmp_path
     assert all("against r-gap" in problem.where for problem in refusal.value.problems)
     assert len(list(tmp_path.rglob("run.json"))) == 2
     assert sum(line.startswith("REFUSED") for line in told) == 2
+
+
+def test_the_model_of_a_run_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = list[str]()
+
+    def count(experiment: Experiment) -> list[Problem]:
+        checked.append(experiment.config.name)
+        return []
+
+    monkeypatch.setattr(preflight, "model_problems", count)
+    small = ["target_clients=1", "iterations=2"]
+    records = a_paper().run("T1", changes=small, runs=tmp_path, seconds=1000, progress=False)
+    assert len(records) > 1
+    assert len(checked) == len({record.run for record in records}) == 1
 
 
 def test_measurements_of_adaptive_attacks_are_filed_as_such(tmp_path: Path) -> None:

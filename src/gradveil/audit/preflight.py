@@ -272,10 +272,13 @@ def _meetings(
         yield _Meeting(index, defence, text, tuple(told))
 
 
-def open_experiment(config: RunConfig, data_dir: Path | None = None, checked: bool = True) -> Experiment:
+def open_experiment(
+    config: RunConfig, data_dir: Path | None = None, checked: bool = True, model_checked: bool = False
+) -> Experiment:
     """Load the data and build what a run needs; refuse with every problem at once.
 
-    A worker leaves the checks out (`checked=False`): they were made before it was started.
+    A worker leaves the checks out (`checked=False`): they were made before it was started. A run on the data and model
+    of another leaves the model's out (`model_checked=True`).
     """
     problems = list(device_problems(config.device, config.precision))
     problems += _bundled_problems(config)
@@ -306,8 +309,9 @@ def open_experiment(config: RunConfig, data_dir: Path | None = None, checked: bo
     experiment = _within_data(experiment)
     if checked:
         experiment = unobstructed(experiment)
-        net, done = initial_model(config.model, target_clients, config.seeds[0], compared=True)
-        refuse([replace(p, where=f"model: {called(net, p.where)}") for p in model_problems(experiment)])
+        net, done = initial_model(config.model, target_clients, config.seeds[0], compared=not model_checked)
+        found = [] if model_checked else model_problems(experiment)
+        refuse([replace(p, where=f"model: {called(net, p.where)}") for p in found])
         experiment = replace(experiment, prepared=tuple(done), cost=cost_setting(config, data_dir, checked))
     return experiment
 

@@ -179,6 +179,8 @@ class TrainingSetting:
     """The caller's loss; None for the usual one of the model."""
     note: str = ""
     """What was chosen where the run does not say it, in a sentence."""
+    _built: dict[int, nn.Module] = field(default_factory=dict[int, nn.Module], init=False, repr=False, compare=False)
+    """The initial models, by seed: drawing and preparing one takes longer than copying it."""
 
     def __post_init__(self) -> None:
         """Set the process to the run's precision: a worker has a setting of its own."""
@@ -192,7 +194,9 @@ class TrainingSetting:
         """Build the undefended model of a seed, or copy the caller's; `compared` as for `initial_model`."""
         if self.model is not None:
             return copy.deepcopy(self.model)
-        return initial_model(self.config.model, self.data.public, seed, compared)[0]
+        if compared or seed not in self._built:
+            self._built[seed] = initial_model(self.config.model, self.data.public, seed, compared)[0]
+        return copy.deepcopy(self._built[seed])
 
     def federation(self, trial: TrainingTrial) -> Federation:
         """Build one training: the same seed gives every defence the same data, weights and choice of clients."""
@@ -301,17 +305,20 @@ class TrainingSetting:
         return Batch(placed(images.inputs, self.config.device, self.dtype), images.targets.to(self.config.device))
 
 
-def open_setting(config: TrainConfig, data_dir: Path | None = None, checked: bool = True) -> TrainingSetting:
+def open_setting(
+    config: TrainConfig, data_dir: Path | None = None, checked: bool = True, model_checked: bool = False
+) -> TrainingSetting:
     """Load the data and check everything a run needs; raise with every problem at once.
 
-    Workers skip the checks (`checked=False`), which were done before they were started.
+    Workers skip the checks (`checked=False`), which were done before they were started; a run on the data and model of
+    another skips the model's (`model_checked=True`).
     """
     refuse(list(device_problems(config.device, config.precision)))
     data = open_images(config.data, data_dir, config.data.gallery, config.partition.column)
     data = data._replace(public=data.private) if config.data.train_on == "private" else data
     weights = read_weights(located(config.model.weights, data_dir)) if config.model.weights else {}
     setting = TrainingSetting(config, data, weights).within_data()
-    refuse(list(setting_problems(setting)) if checked else [])
+    refuse(list(setting_problems(setting, model_checked)) if checked else [])
     return setting
 
 
@@ -349,8 +356,8 @@ def _without_effect(config: TrainConfig) -> Iterator[Problem]:
         yield Problem("batch", problem, "set local.batch, or remove it")
 
 
-def setting_problems(setting: TrainingSetting) -> Iterator[Problem]:
-    """Check everything a run needs, and yield each problem."""
+def setting_problems(setting: TrainingSetting, model_checked: bool = False) -> Iterator[Problem]:
+    """Check everything a run needs, and yield each problem; `model_checked` leaves the model itself out."""
     config, images = setting.config, setting.data.public
     yield from _without_effect(config)
     if not images.task:
@@ -367,7 +374,7 @@ def setting_problems(setting: TrainingSetting) -> Iterator[Problem]:
         if config.batch is not None and config.batch > most:
             problem = f"is {config.batch}, and the client with the most has {most} examples to train on"
             yield Problem("batch", problem, "lower it, or remove it: a gradient then uses all examples of a client")
-        setting.initial(config.seeds[0], compared=True)
+        setting.initial(config.seeds[0], compared=not model_checked)
         plain = setting.plain(config.seeds[0])
         plain.trained()
         if isinstance(plain.model, TokenModel) and plain.model.layout.predicts_words:
@@ -386,7 +393,7 @@ def setting_problems(setting: TrainingSetting) -> Iterator[Problem]:
             few = Batch(smallest.inputs[:2], smallest.targets[:2])
             refuse(list(faults(setting.defence(trial.defence), federation.client, few)))
             federation.client.noise_spec(federation.client.params(), smallest)
-            if i == 0:
+            if i == 0 and not model_checked:
                 model = federation.client.model
                 limits, classes = images.space.bounds(few.inputs), len(images.classes)
                 problems = check(model, few, federation.client.loss, bounds=limits, classes=classes)

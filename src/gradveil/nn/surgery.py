@@ -381,7 +381,8 @@ def prepare(
         result = step(f"{what} made explicit", result, after)
     if batch is not None:
         inputs = _two(batch.inputs)
-        for kind, same in _BY_FORMULA.items():
+        calls = rewrite(result, inputs, way)  # one pass for most models, which make none
+        for kind, same in _BY_FORMULA.items() if calls else ():
             whole = same or not meant
             new = rewrite(result, inputs, way, kinds=[kind])
             result = rewritten(f"{kind} computed by its formula{'' if whole else meant}", result, new, whole)

@@ -95,10 +95,11 @@ def modelled(row: RowRun, workers: int | None = None) -> float:
         stem = "-cifar-stem" if config.model.options.get("stem") == "cifar" else ""
         per_image = known["train"].get(f"{network}{stem}", known["train"]["other"])
         public = min(config.data.public or 50_000, 50_000)
-        if config.local is None:
-            images = config.clients * (config.batch or 1)
+        every = round(public * (1 - config.validation))
+        if config.local is not None:
+            images = every * (config.local.epochs or 1)
         else:
-            images = round(public * (1 - config.validation)) * (config.local.epochs or 1)
+            images = config.clients * config.batch if config.batch else every
         tested = min(config.data.gallery or TESTED, TESTED)
         seconds = config.rounds * (images + TEST_SHARE * tested) * per_image * len(config.seeds)
         return START + seconds / min(busy, len(config.seeds))

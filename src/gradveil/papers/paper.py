@@ -178,6 +178,7 @@ class PaperStudy(Study):
         into = folder_to_write(records) / self.key if record else None
         workers = workers or (1 if seconds is not None else None)  # starting processes takes longer than such rows
         begun, done, begun_rows, refused = time.monotonic(), list[Record](), 0, dict[Problem, list[str]]()
+        checked = set[str]()  # runs whose data and model another row has checked
         for number, each in enumerate(todo, 1):
             measured = [] if fresh else each.finished(runs)
             if not measured:
@@ -190,7 +191,8 @@ class PaperStudy(Study):
                 try:
                     # No number of quick scale is quoted: rows of an older version of the table are recomputed.
                     recompute = fresh or (scale == "quick" and each.outdated(runs))
-                    measured = run_row(each, runs, data_dir, workers, recompute, progress)
+                    measured = run_row(each, runs, data_dir, workers, recompute, progress, each.run in checked)
+                    checked.add(each.run)
                 except GradveilError as error:  # the other rows run; all that is refused is said together
                     tell(f"REFUSED: {each.title}")
                     for problem in error.problems:

@@ -21,6 +21,7 @@ from gradveil.audit.audit_run import machine as describe_machine
 from gradveil.audit.audit_run import run as run_audit
 from gradveil.audit.audit_run import site as audit_site
 from gradveil.audit.display import Screen
+from gradveil.audit.experiment import Experiment
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.run_directory import AUDIT, Store
 from gradveil.audit.run_file import assemble, assemble_training
@@ -32,7 +33,7 @@ from gradveil.federated.training_run import TRAINING_RUN
 from gradveil.federated.training_run import describe as describe_training
 from gradveil.federated.training_run import run as run_training
 from gradveil.federated.training_run import site as training_site
-from gradveil.federated.training_setup import open_setting
+from gradveil.federated.training_setup import TrainingSetting, open_setting
 from gradveil.papers.records import Record, read_run
 from gradveil.papers.study import Cell, Scale, Study
 from gradveil.runs.pool import Processes, cores
@@ -195,24 +196,27 @@ def run_row(
     workers: int | None = None,
     fresh: bool = False,
     progress: bool = True,
+    model_checked: bool = False,
 ) -> list[Record]:
-    """Run what is not finished of a row, and return its measurements."""
+    """Run what is not finished of a row, and return its measurements; another row may have checked its model."""
     config, folder = row.config(), root / row.folder
     console = Console(stderr=True, quiet=not progress, markup=False)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         if isinstance(config, TrainConfig):
-            _train(config, folder, data_dir, workers, fresh, row.command)
+            setting = open_setting(config, data_dir, model_checked=model_checked)
+            _train(setting, folder, data_dir, workers, fresh, row.command)
         else:
-            _audit(config, folder, data_dir, workers, fresh, row.command, console)
+            experiment = open_experiment(config, data_dir, model_checked=model_checked)
+            _audit(experiment, folder, data_dir, workers, fresh, row.command, console)
     finally:
         torch.set_num_threads(before)
     return row.measured(root)
 
 
 def _audit(
-    config: RunConfig,
+    experiment: Experiment,
     folder: Path,
     data_dir: Path | None,
     workers: int | None,
@@ -221,10 +225,9 @@ def _audit(
     console: Console,
 ) -> None:
     count = workers or cores()
-    experiment = open_experiment(config, data_dir)
-    if (joins := choice_of_texts(config.attacks)) is not None:
+    if (joins := choice_of_texts(experiment.config.attacks)) is not None:
         experiment, _, _ = widened(experiment, decide(experiment), joins)
-        config = experiment.config
+    config = experiment.config
     share = -(-config.target_clients // count)
     info = describe_audit(config, share, command, experiment.held, sharing(experiment), (), experiment.images)
     info |= {"code": running_code()}
@@ -234,12 +237,11 @@ def _audit(
 
 
 def _train(
-    config: TrainConfig, folder: Path, data_dir: Path | None, workers: int | None, fresh: bool, command: str
+    setting: TrainingSetting, folder: Path, data_dir: Path | None, workers: int | None, fresh: bool, command: str
 ) -> None:
-    count = min(workers or cores(), len(config.seeds))
-    setting = open_setting(config, data_dir)
+    count = min(workers or cores(), len(setting.config.seeds))
     info = describe_training(setting.config, command, setting.weights, setting.data.identities())
-    info |= {"code": running_code(), "machine": describe_machine(config.device)}
+    info |= {"code": running_code(), "machine": describe_machine(setting.config.device)}
     with TRAINING_RUN.opened(folder, info, fresh):
         schedule = _schedule(count)(training_site(setting, data_dir))
         run_training(setting, folder, lambda trial, record, status: None, schedule)
