@@ -100,14 +100,15 @@ def test_options_win_over_the_run_file(capsys: pytest.CaptureFixture[str]) -> No
     code, problems = found(capsys, *words, "--set", "model.options.broken=true")
     assert code == 1
     assert any("NaN" in problem["what"] for problem in problems)
-    assert run([*words, "--size", "20", "--data", "digits"]) == 0
+    assert run([*words, "--size", "20", "--data", "digits", "--budget", "5m", "--iterations", "10"]) == 0
     assert "net_to_check:net can be audited with digits" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("folder")
 def test_problems_of_the_experiment_are_found(capsys: pytest.CaptureFixture[str]) -> None:
-    code, problems = found(capsys, "check", "study.toml", "--set", "target_clients=90")
-    assert (code, problems[0]["where"]) == (1, "target_clients")
+    for words in (("--set", "target_clients=90"), ("--target-clients", "90")):
+        code, problems = found(capsys, "check", "study.toml", *words)
+        assert (code, problems[0]["where"]) == (1, "target_clients")
     clients = 'client=[{trainable=["tail.*"]}, {trainable=["tail"]}]'
     code, problems = found(capsys, "check", "study.toml", "--set", clients)
     tried = ("defences[0] 'none'", "defences[1] 'prune(0.9)'")

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradveil.cli.shared_options import DataDirOption, completed, named_settings, own_code
+from gradveil.cli.shared_options import (
+    BudgetOption,
+    DataDirOption,
+    IterationsOption,
+    RestartsOption,
+    TargetClientsOption,
+    completed,
+    described,
+    named_settings,
+    own_code,
+)
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.formatting import listing, plural
 
@@ -61,6 +71,10 @@ def check(
     prepare: Annotated[bool, typer.Option("--prepare", help=_HELP["prepare"])] = False,
     defence: Annotated[list[str] | None, _DEFENCE] = None,
     attack: Annotated[list[str] | None, _ATTACK] = None,
+    target_clients: TargetClientsOption = None,
+    iterations: IterationsOption = None,
+    restarts: RestartsOption = None,
+    budget: BudgetOption = None,
     setting: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_HELP["set"])] = None,
     data_dir: DataDirOption = None,
     received: Annotated[Path | None, typer.Option(metavar="FILE", help=_HELP["received"])] = None,
@@ -88,15 +102,19 @@ def check(
     from gradveil.audit.preflight import model_problems, obstacles, open_experiment
     from gradveil.audit.run_file import read
     from gradveil.audit.run_warnings import metric_problems, privacy_problems
-    from gradveil.data.registry import told_by_columns
 
     own_code()
+    run, data = described(run, model, data)
     flags = {
         "model.name": model,
-        "data.name": None if data is None else told_by_columns(data),
+        "data.name": data,
         "data.size": size,
         "data.channels": channels,
         "client.batch": batch,
+        "target_clients": target_clients,
+        "iterations": iterations,
+        "restarts": restarts,
+        "budget": budget,
     }
 
     def configured(defences: Sequence[str]) -> RunConfig:

@@ -246,6 +246,25 @@ DataOption = Annotated[
 """`--data`, in the place of a run file's."""
 DataDirOption = Annotated[Path | None, typer.Option(help="Folder where data files lie (or set GRADVEIL_DATA).")]
 """`--data-dir`."""
+TargetClientsOption = Annotated[
+    int | None, typer.Option("--target-clients", "--victims", help="Number of clients to attack.")
+]
+"""`--target-clients`, in the place of a run file's."""
+IterationsOption = Annotated[
+    int | None, typer.Option(min=1, help="Iterations of every attack that does not set its own.")
+]
+"""`--iterations`, in the place of a run file's."""
+RestartsOption = Annotated[int | None, typer.Option(min=1, help="Restarts of every attack that does not set its own.")]
+"""`--restarts`, in the place of a run file's."""
+BudgetOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="AMOUNT",
+        help="Budget per defence, shared by all attacks on it: target-iterations (64000) or time (90s, 10m, 2h). Or "
+        "auto, a few minutes for the whole run; or none. Default: auto for a custom model, otherwise none.",
+    ),
+]
+"""`--budget`, in the place of a run file's."""
 SeedOption = Annotated[list[int] | None, typer.Option(help="Seed, instead of the file's. Repeatable.")]
 """`--seed`, in the place of a run file's."""
 FreshOption = Annotated[bool, typer.Option(_FRESH, help="Remove earlier results and start again.")]
