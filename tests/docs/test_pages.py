@@ -6,8 +6,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from torch import nn
 
 import gradveil as gv
+from gradveil.data import load
 from gradveil.defences import Defence, chain
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +64,30 @@ def test_attacks_of_the_page_recover_and_pruning_changes_that():
     assert trials["none", "from-mean"]["seconds"] > trials["none", "first-layer"]["seconds"] > 0
     assert trials["none", "from-mean"]["attack_check"] != "suspect"
     assert trials["none", "from-mean"]["psnr_mean"] > trials["prune(0.9)", "from-mean"]["psnr_mean"]
+
+
+def test_the_attack_of_the_page_undoes_its_defence_and_a_search_does_not():
+    page: dict = {"__name__": "docs"}
+    for code in blocks("how-to/write-an-attack.md")[:-1]:  # the last one is the audit
+        exec(code, page)
+    public, targets = load("digits")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(1024, 32), nn.Sigmoid(), nn.Linear(32, 10))
+    result = gv.audit(
+        net,
+        (targets.inputs[:8], targets.targets[:8]),
+        defences=[Defence(f"steps(std={std})", send=chain(steps=page["Steps"](std))) for std in (1e-4, 0.1)],
+        attacks=[page["OffSteps"](), "cdia(iterations=50)"],
+        public=(public.inputs, public.targets),
+        mean=targets.mean,
+        std=targets.std,
+    )
+    images = {(trial["defence"], trial["attack"]): trial["recovered"] for trial in result.summary()}
+    assert images["steps(std=0.0001)", "off-steps"] == 8
+    assert images["steps(std=0.0001)", "cdia(iterations=50)"] == images["steps(std=0.1)", "off-steps"] == 0
+    levels = {verdict.defence: verdict.level for verdict in result.verdicts}
+    assert levels["steps(std=0.0001)"] == "broken"
+    assert levels["steps(std=0.1)"] == "not broken"
 
 
 def test_a_metric_of_the_page_is_scored(monkeypatch):
