@@ -14,7 +14,7 @@ import gradveil as gv
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.inversion.undone_entries import is_map_of_entries, without_map
 from gradveil.attacks.protocol import Observation
-from gradveil.core import Context, Key, Stage, Transform
+from gradveil.core import Bernoulli, Context, Key, Noise, NoiseSpec, Normal, Stage, Transform
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Batch, Domain
 from gradveil.spaces import ImageSpace
@@ -62,6 +62,45 @@ def test_a_map_of_entries_is_undone(name: str) -> None:
     assert believed.send is None
     off = sum(float((seen.update[n] - gradients[n]).square().sum()) for n in gradients)
     assert off < 0.1 * sum(float(value.square().sum()) for value in gradients.values())
+
+
+@dataclass(frozen=True)
+class Cloak(Transform):
+    """Hide a share of the entries behind loud noise, and leave the others alone."""
+
+    share: float
+    stage: ClassVar[Stage] = Stage.NOISE
+
+    def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
+        laws = {"hidden": Bernoulli(self.share), "loud": Normal(100.0)}
+        shapes = {name: tuple(value.shape) for name, value in params.items()}
+        return NoiseSpec(
+            {f"{kind}.{n}": Noise(shape, law, neutral=0) for n, shape in shapes.items() for kind, law in laws.items()}
+        )
+
+    def apply(
+        self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensors, Tensors]:
+        return {n: g + noise[f"hidden.{n}"] * noise[f"loud.{n}"] for n, g in update.items()}, state
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.8])
+def test_entries_between_loud_noise_are_read_off(share: float) -> None:
+    plain = client()
+    sender = gv.Defence("mine", send=gv.chain(cloak=Cloak(share)))(plain, Key(0))
+    batch = Batch(torch.rand(1, 1, 1, 8, 8, generator=torch.Generator().manual_seed(5)), torch.tensor([[2]]))
+    noise = {
+        n: value[None]
+        for n, value in sender.noise_spec(sender.params(), Batch(*(v[0] for v in batch))).sample(Key(3)).items()
+    }
+    (sent, _), (gradients, _) = (
+        each.updates(each.params(), batch, given, {}) for each, given in ((sender, noise), (plain, {}))
+    )
+    found = without_map([Observation(sender.params(), sent, 1, (0,))], sender, Key(1))
+    assert found is not None
+    update, wide = found[0][0].update, "1.weight"  # the others have too few entries to read means off
+    off = float((update[wide] - gradients[wide]).square().sum() / gradients[wide].square().sum())
+    assert 1 - off > 0.6 * (1 - share)
 
 
 @pytest.mark.parametrize("defence", ["none", "gaussian(0.1)", "prune(0.99)"])

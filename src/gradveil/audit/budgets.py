@@ -105,6 +105,8 @@ class BudgetShare:
     """Updates that a learner simulates in an epoch, whatever the target clients."""
     searches: int = 1
     """How often it searches for one target, at most: once a round if it changes the model anew in every round."""
+    noisy: bool = False
+    """Whether noise is added to what is sent: rehearsals then try another length of the search too."""
 
 
 def within(
@@ -129,7 +131,7 @@ def within(
         )
         if attack.variants:
             rows = allowed * share.target_clients
-            allowed = iterations_within(rows, share.target_clients, len(attack.variants))
+            allowed = iterations_within(rows, share.target_clients, len(attack.variants), share.noisy)
         limit = max(1, min(int(allowed), attack.descent.iterations))
         descent = replace(attack.descent, iterations=limit)
         return replace(attack, descent=_hurried(attack.descent, limit) if timed else descent)

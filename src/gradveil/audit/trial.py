@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.inversion.inversion import Inversion
-from gradveil.attacks.inversion.rehearsal import shifted
+from gradveil.attacks.inversion.rehearsal import adds_noise, shifted
 from gradveil.attacks.knowledge import Knowledge
 from gradveil.attacks.learned import Learned
 from gradveil.attacks.protocol import (
@@ -241,12 +241,13 @@ def attacked(
         tried(*given)
         return working_time(experiment.config.device) - began
 
-    attack = _afforded(experiment, trial, attack, numbers, time_of, plans)
+    noisy = isinstance(attack, Inversion) and adds_noise(simulated_client, _looked_at(attack, seen), knowledge)
+    attack = _afforded(experiment, trial, attack, numbers, noisy, time_of, plans)
     remarks, rehearsed, report = tuple[Remark, ...](), 0.0, progress
     if isinstance(attack, Inversion) and attack.variants:
         began = working_time(experiment.config.device)
         scores = plans.settled("variants", partial(attack.rehearse, seen, simulated_client, knowledge, key, progress))
-        report = shifted(progress, attack.rehearsed(seen) if scores else 0)
+        report = shifted(progress, attack.rehearsed(seen, scores))
         attack, remark = attack.chosen(scores)
         remarks, rehearsed = (remark,), working_time(experiment.config.device) - began
     done = 0
@@ -374,6 +375,7 @@ def _afforded(
     trial: TrialAddress,
     attack: Attack,
     numbers: range,
+    noisy: bool,
     time_of: Callable[[Attack], float],
     plans: Plans,
 ) -> Attack:
@@ -383,7 +385,7 @@ def _afforded(
         return attack
     sharers, examples = sharers_of(experiment, trial), config.client[trial.client].examples
     searches = min(config.rounds, examples) if isinstance(attack, Persistent) else 1
-    share = BudgetShare(sharers, len(numbers), config.target_clients, lessons(experiment, examples), searches)
+    share = BudgetShare(sharers, len(numbers), config.target_clients, lessons(experiment, examples), searches, noisy)
     return within(budget_of(config), attack, share, time_of, plans)
 
 

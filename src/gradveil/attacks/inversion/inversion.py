@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import cast
 
 import torch
@@ -20,7 +21,7 @@ from gradveil.attacks.inversion.distances import statistics_wanted
 from gradveil.attacks.inversion.image_sources import INPUTS, TARGETS, Relaxed
 from gradveil.attacks.inversion.inversion_settings import InversionSettings
 from gradveil.attacks.inversion.problem import InversionProblem
-from gradveil.attacks.inversion.rehearsal import choose, effort, prepare, rehearse, shifted
+from gradveil.attacks.inversion.rehearsal import adds_noise, choose, effort, other_length, prepare, rehearse, shifted
 from gradveil.attacks.inversion.solve import rows_at_once, search_rows
 from gradveil.attacks.inversion.undone_entries import is_map_of_entries
 from gradveil.attacks.knowledge import Knowledge
@@ -93,7 +94,7 @@ class Inversion(InversionSettings):
         if self.variants:
             scores = self.rehearse(observations, simulated_client, knowledge, key, progress)
             chosen, remark = self.chosen(scores)
-            report = progress and shifted(progress, self.rehearsed(observations) if scores else 0)
+            report = progress and shifted(progress, self.rehearsed(observations, scores))
             found = chosen(observations, simulated_client, knowledge, key, report, plan)
             return replace(found, remarks=(*found.remarks, remark))
         device = next(iter(observations[0].params.values())).device
@@ -148,17 +149,25 @@ class Inversion(InversionSettings):
         ) -> Reconstruction:
             return cast("Inversion", attack)(seen, simulated_client, told, key, report)
 
+        known = observations, simulated_client, knowledge, key
         targets = len(observations[-1].target_clients)
         count, iterations = effort(self.descent.iterations, targets, len(self.variants))
-        own = targets * self.restarts * self.descent.iterations
-        report = progress and shifted(progress, 0, after=own)
-        return rehearse(self, prepare(observations, simulated_client, knowledge, key, count), iterations, run, report)
+        first, length = other_length(self.descent.iterations, targets, len(self.variants))
+        shorter = (
+            prepare(*known, first) if first and adds_noise(simulated_client, observations[-1], knowledge) else None
+        )
+        report = progress and shifted(progress, 0, after=targets * self.restarts * self.descent.iterations)
+        other = None if shorter is None else (shorter, length)
+        return rehearse(self, prepare(*known, count), iterations, run, other, report)
 
-    def rehearsed(self, observations: Sequence[Observation]) -> int:
-        """Return the row-iterations of all rehearsals, at most."""
-        variants = len(self.variants)
-        count, iterations = effort(self.descent.iterations, len(observations[-1].target_clients), variants)
-        return variants * count * self.restarts * iterations
+    def rehearsed(self, observations: Sequence[Observation], scores: Sequence[int]) -> int:
+        """Return the row-iterations of the rehearsals with these scores."""
+        targets, variants = len(observations[-1].target_clients), len(self.variants)
+        count, iterations = effort(self.descent.iterations, targets, variants)
+        rows = variants * count * iterations if scores else 0
+        if len(scores) > variants:
+            rows += prod(other_length(self.descent.iterations, targets, variants))
+        return self.restarts * rows
 
     def chosen(self, scores: Sequence[int]) -> tuple[Inversion, Remark]:
         """Return the attack with the variant of the best score, and a remark that says which."""

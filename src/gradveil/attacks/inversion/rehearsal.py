@@ -2,7 +2,8 @@
 
 No setting wins against every defence: strong total variation finds images behind noise, and blurs them without it. The
 attacker can simulate clients with public examples. It knows what these hold, so it attacks them with each variant of
-its settings, and takes the variant that finds most. The target clients' updates are not looked at.
+its settings, and takes the variant that finds most. Where noise is added, a long search explains the noise at the
+cost of the image, so the length of the search is tried too. The target clients' updates are not looked at.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
+from torch import Tensor
 
 from gradveil.attacks.inversion.inversion_settings import InversionSettings, Variant
 from gradveil.attacks.knowledge import Knowledge, Known
+from gradveil.attacks.noise_likelihood import ADDED
 from gradveil.attacks.protocol import Observation, Progress, Reconstruction, Remark
 from gradveil.attacks.simulated_updates import Simulated
 from gradveil.client import Client
@@ -29,6 +33,8 @@ _TIE = 30
 """Thousandths of a score that decide nothing: simulated clients are few, and rehearsals often shorter."""
 _SHARE, _LEAST = 0.1, 150
 """Enough iterations of a rehearsal: this share of the attack's, and at least so many."""
+_EARLY = 0.15
+"""Share of the attack's iterations after which it is tried to stop, where the rehearsals have all of them."""
 
 Report = Callable[[Progress], None]
 """Receives the progress of an attack."""
@@ -50,8 +56,25 @@ def effort(iterations: int, target_clients: int, variants: int) -> tuple[int, in
     return clients, max(round(min(1.0, _COST * target_clients / (variants * clients)) * iterations), least)
 
 
-def iterations_within(rows: float, target_clients: int, variants: int) -> int:
+def other_length(iterations: int, target_clients: int, variants: int) -> tuple[int, int]:
+    """Return the simulated clients for a search of another length than the rehearsals', and its iterations.
+
+    It is as long as the attack where they are shorter, which no client may try if that takes too large a share of it.
+
+    >>> other_length(4000, 64, 4), other_length(4000, 16, 4), other_length(1000, 4, 4), other_length(50, 1, 4)
+    ((3, 600), (3, 4000), (1, 1000), (0, 50))
+    """
+    clients, rehearsed = effort(iterations, target_clients, variants)
+    if rehearsed < iterations:
+        return min(clients, int(_COST * target_clients)), iterations
+    short = min(max(round(_EARLY * iterations), _LEAST), iterations)
+    return clients if short < iterations else 0, short
+
+
+def iterations_within(rows: float, target_clients: int, variants: int, noisy: bool = False) -> int:
     """Return the iterations of an attack that fit, with its rehearsals, into so many row-iterations.
+
+    Behind noise that is added, rehearsals try another length too.
 
     >>> iterations_within(64_000, 32, 4), iterations_within(2000, 1, 4), iterations_within(300, 1, 4)
     (1599, 1400, 60)
@@ -59,7 +82,9 @@ def iterations_within(rows: float, target_clients: int, variants: int) -> int:
 
     def cost(iterations: int) -> int:
         clients, of_each = effort(iterations, target_clients, variants)
-        return iterations * target_clients + variants * clients * of_each
+        tried = variants * clients * of_each
+        tried += prod(other_length(iterations, target_clients, variants)) if noisy else 0
+        return iterations * target_clients + tried
 
     # The cost grows with the iterations: the most whose cost is at most `rows`.
     return bisect_right(range(int(rows / target_clients) + 1), rows, key=cost) - 1
@@ -73,12 +98,21 @@ class Rehearsal:
     knowledge: Knowledge
     batch: Batch
 
-    def score(self, found: Reconstruction) -> float:
-        """Return the mean similarity of what was found and the public examples."""
+    def scores(self, found: Reconstruction) -> Tensor:
+        """Return the similarity of what was found and the public examples, for each simulated client."""
         space = self.knowledge.space
         truth = space.view(self.batch.inputs)
         scores = space.scores(space.match(space.view(found.inputs), truth)[1], truth)
-        return float(scores.get(space.headline, -scores["mse"]).mean())  # images too small for SSIM have none
+        each = scores.get(space.headline, -scores["mse"])  # images too small for SSIM have none
+        return each.double().flatten(1).mean(1)
+
+
+def adds_noise(simulated_client: Client, seen: Observation, knowledge: Knowledge) -> bool:
+    """Return whether random numbers are added to gradients or to finished updates, which a search may explain."""
+    if knowledge.public is None:
+        return False
+    batch = Batch(knowledge.public.inputs[: seen.examples], knowledge.public.targets[: seen.examples])
+    return any(name.startswith(ADDED) for name in simulated_client.noise_spec(seen.params, batch))
 
 
 def prepare(
@@ -102,20 +136,42 @@ def prepare(
 
 
 def rehearse(
-    attack: InversionSettings, rehearsal: Rehearsal | None, iterations: int, run: Run, progress: Report | None = None
+    attack: InversionSettings,
+    rehearsal: Rehearsal | None,
+    iterations: int,
+    run: Run,
+    other: tuple[Rehearsal, int] | None = None,
+    progress: Report | None = None,
 ) -> tuple[int, ...]:
-    """Return the thousandths that each variant scores on simulated clients; nothing without a rehearsal."""
+    """Return the thousandths that each variant scores on simulated clients; nothing without a rehearsal.
+
+    `other` are the first of these clients and another number of iterations. The best variant is then tried with that
+    too, and four numbers follow: the fewer iterations, their score on these clients, the more iterations, and theirs.
+    """
     if rehearsal is None:
         return ()
-    scores: list[int] = []
     rows = len(rehearsal.batch.inputs) * attack.restarts * iterations
-    for variant in attack.variants:
+    more = 0 if other is None else len(other[0].batch.inputs) * attack.restarts * other[1]
+    whole, before = rows * len(attack.variants) + more, 0
+
+    def tried(variant: Variant, length: int, on: Rehearsal) -> Tensor:
+        nonlocal before
         version = attack.with_variant(variant)
-        short = replace(version, descent=replace(version.descent, iterations=iterations))
-        before = rows * len(scores)
-        report = progress and shifted(progress, before, after=rows * (len(attack.variants) - 1) - before)
-        scores.append(round(1000 * rehearsal.score(run(short, rehearsal.observations, rehearsal.knowledge, report))))
-    return tuple(scores)
+        version = replace(version, descent=replace(version.descent, iterations=length))
+        size = len(on.batch.inputs) * attack.restarts * length
+        report = progress and shifted(progress, before, after=whole - before - size)
+        before += size
+        return on.scores(run(version, on.observations, on.knowledge, report))
+
+    each = [tried(variant, iterations, rehearsal) for variant in attack.variants]
+    scores = tuple(round(1000 * float(found.mean())) for found in each)
+    if other is None:
+        return scores
+    first, length = other
+    best = _best(attack.variants, scores)
+    known = each[attack.variants.index(best)][: len(first.batch.inputs)]
+    pair = sorted([(iterations, known), (length, tried(best, length, first))], key=lambda one: one[0])
+    return (*scores, *(number for size, found in pair for number in (size, round(1000 * float(found.mean())))))
 
 
 def shifted(progress: Report, before: int, after: int = 0) -> Report:
@@ -132,19 +188,33 @@ def choose(attack: InversionSettings, scores: Sequence[int]) -> tuple[InversionS
     """Return the attack with the variant of the best score (its first without scores), and a remark.
 
     Of variants that score about the same, the one that ends with the weakest total variation is taken. On a ResNet-18
-    and behind bottlenecks it gains with the length of the search; behind pruning and signs it loses a little.
+    and behind bottlenecks it gains with the length of the search; behind pruning and signs it loses a little. Of two
+    lengths the longer is taken unless the other scores clearly better.
     """
-    best = attack.variants[0]
-    if scores:
-        tied = [(v.last_tv, -score, v) for v, score in zip(attack.variants, scores, strict=True)]
-        best = min((each for each in tied if each[1] <= _TIE - max(scores)), key=lambda each: each[:2])[2]
-    words = f"it searched with {_words(best)}, untried on simulated clients: that takes public examples and no secrets"
-    if scores:
-        tried = "; ".join(
-            f"{_words(each)}: {score / 1000:.2f}" for each, score in zip(attack.variants, scores, strict=True)
+    if not scores:
+        best = attack.variants[0]
+        words = (
+            f"it searched with {_words(best)}, untried on simulated clients: that takes public examples and no secrets"
         )
-        words = f"it searched with {_words(best)}, the best on simulated clients ({tried})"
-    return attack.with_variant(best), Remark(words, (0,))
+        return attack.with_variant(best), Remark(words, (0,))
+    of_variants, of_lengths = scores[: len(attack.variants)], scores[len(attack.variants) :]
+    best = _best(attack.variants, of_variants)
+    tried = "; ".join(
+        f"{_words(each)}: {score / 1000:.2f}" for each, score in zip(attack.variants, of_variants, strict=True)
+    )
+    words = f"it searched with {_words(best)}, the best on simulated clients ({tried})"
+    chosen = attack.with_variant(best)
+    if of_lengths:
+        few, early, many, late = of_lengths
+        stops = early > late + _TIE
+        words += f", for {few if stops else many} iterations ({few}: {early / 1000:.2f}; {many}: {late / 1000:.2f})"
+        chosen = replace(chosen, descent=replace(chosen.descent, iterations=few)) if stops else chosen
+    return chosen, Remark(words, (0,))
+
+
+def _best(variants: Sequence[Variant], scores: Sequence[int]) -> Variant:
+    tied = [(v.last_tv, -score, v) for v, score in zip(variants, scores, strict=True)]
+    return min((each for each in tied if each[1] <= _TIE - max(scores)), key=lambda each: each[:2])[2]
 
 
 def _words(variant: Variant) -> str:

@@ -2,12 +2,13 @@
 
 A search that simulates such a defence descends through its derivative, which may be zero, or so uneven that few entries
 decide. But whoever can simulate the client has pairs of a gradient's entry and what is sent for it, and reads the map
-backwards: no derivative is needed.
+backwards: no derivative is needed. Where random numbers take part, he reads what an entry is on average, given what was
+sent for it: noise that hides most entries and leaves others alone shows by its size which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,6 +24,10 @@ _CLIENTS = 7
 """Simulated clients: the last one tests what was read off the others."""
 _NEAR = 0.3
 """The largest relative error at which the gradient of the tested client is taken for undone."""
+_GROUPS, _FEWEST, _MOST = 64, 16, 256
+"""Groups of pairs whose mean is read off a map with randomness, as far as each has so many pairs and no more."""
+_SOME, _TIMES = 0.03, 2.0
+"""Share of the gradient's square that such means have to explain, and how many times what multiples explain."""
 
 
 def without_map(
@@ -50,21 +55,47 @@ def _undone(client: Client, params: Tensors, examples: int, update: Tensors, key
     if client.domain is None or (client.step is None and client.send is None):
         return None
     sent, gradients = simulated_pairs(client, params, examples, _CLIENTS, key)
-    maps = {name: _pairs(sent[name][:-1], gradients[name][:-1]) for name in sent}
-    off = total = 0.0
-    for name, pairs in maps.items():
-        off += float((_backwards(pairs, sent[name][-1]) - gradients[name][-1]).square().sum())
-        total += float(gradients[name][-1].square().sum())
-    if not off <= _NEAR**2 * total:
-        return None
-    return {name: _backwards(maps[name], value) for name, value in update.items()}
+    pairs = {name: (sent[name][:-1].flatten(), gradients[name][:-1].flatten()) for name in sent}
+    maps = {name: _means(*pair) for name, pair in pairs.items()}
+
+    def error(guessed: Tensors) -> float:
+        off = sum(float((guessed[name] - gradients[name][-1]).square().sum()) for name in sent)
+        return off / sum(float(gradients[name][-1].square().sum()) for name in sent)
+
+    def read(maps: Mapping[str, tuple[Tensor, Tensor]], update: Tensors) -> Tensors:
+        return {name: _backwards(maps[name], value) for name, value in update.items()}
+
+    def within(maps: Mapping[str, tuple[Tensor, Tensor]], update: Tensors) -> Tensors:
+        # A mean says nothing of numbers beyond those that it was read off.
+        return {name: value.clamp(maps[name][0][0], maps[name][0][-1]) for name, value in update.items()}
+
+    tested = {name: value[-1] for name, value in sent.items()}
+    if error(read(maps, tested)) <= _NEAR**2:
+        return read(maps, update)
+    grouped = {name: _grouped(*pair) for name, pair in pairs.items()}
+    slopes = {name: (v @ g) / (v @ v).clamp_min(1e-30) for name, (v, g) in pairs.items()}
+    multiples = {name: slopes[name] * value for name, value in tested.items()}
+    explained, by_multiples = (1 - error(guessed) for guessed in (read(grouped, within(grouped, tested)), multiples))
+    return read(grouped, within(grouped, update)) if explained >= max(_SOME, _TIMES * by_multiples) else None
 
 
-def _pairs(sent: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+def _means(sent: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
     """Return the different numbers that were sent, in order, and the mean entry that each was sent for."""
-    values, places = sent.flatten().unique(return_inverse=True)
-    sums = torch.zeros_like(values).index_add_(0, places, gradients.flatten())
-    return values, sums / torch.bincount(places, minlength=len(values))
+    values, places = sent.unique(return_inverse=True)
+    return values, _of_each(entries, places, len(values))
+
+
+def _grouped(sent: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the means of neighbouring numbers that were sent, in order, and of the entries that they were sent for."""
+    order = sent.argsort()
+    size = min(max(len(order) // _GROUPS, _FEWEST), _MOST)
+    places = torch.arange(len(order), device=order.device) // size
+    count = int(places[-1]) + 1
+    return _of_each(sent[order], places, count), _of_each(entries[order], places, count)
+
+
+def _of_each(numbers: Tensor, places: Tensor, count: int) -> Tensor:
+    return torch.zeros(count).to(numbers).index_add_(0, places, numbers) / torch.bincount(places, minlength=count)
 
 
 def _backwards(pairs: tuple[Tensor, Tensor], sent: Tensor) -> Tensor:
