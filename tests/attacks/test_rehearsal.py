@@ -11,12 +11,13 @@ from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.inversion.inversion_settings import Variant
 from gradveil.attacks.inversion.optimisers import Adam
-from gradveil.attacks.inversion.rehearsal import effort, iterations_within
+from gradveil.attacks.inversion.rehearsal import effort, iterations_within, other_length
 from gradveil.attacks.knowledge import Known
 from gradveil.attacks.protocol import Progress
 from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
+from gradveil.defences import parse
 from tests.attacks.small_experiments import Scene, tiny
 
 IDLE, SOUND = Variant(0.0, Adam(lr=1e-9)), Variant(0.0, Adam(lr=0.1))
@@ -102,6 +103,35 @@ def test_rehearsals_fit_into_the_budget() -> None:
         iterations = iterations_within(rows, targets, 4)
         clients, of_each = effort(iterations, targets, 4)
         assert 0.9 * rows <= iterations * targets + 4 * clients * of_each <= rows
+
+
+def test_behind_added_noise_another_length_is_tried_on_the_first_clients() -> None:
+    attack, scene = attacks(tiny(target_clients=4), public=6)
+    assert len(scores(scene, attack)) == 2
+    noisy = replace(scene, client=parse("gaussian(0.01)")(scene.client, Key(0)))
+    idle, sound, *lengths = scores(noisy, attack)
+    assert sound > idle
+    assert lengths[::2] == [150, 200]
+    seen = list[Progress]()
+    found = attack([noisy.observation], noisy.client, noisy.knowledge, Key(3), seen.append)
+    assert seen[-1].row_budget in {2 * 3 * 150 + 200 + 4 * length for length in (150, 200)}  # whichever is chosen
+    assert "iterations (150: " in found.remarks[-1].words
+
+
+def test_a_search_stops_early_only_if_that_finds_clearly_more() -> None:
+    attack = make_attack("portfolio(iterations=1000)")
+    tried = (600, 500, 400, 300)
+    for lengths, expected in (((), 1000), ((150, 690, 1000, 630), 150), ((150, 690, 1000, 670), 1000)):
+        assert attack.chosen((*tried, *lengths))[0].descent.iterations == expected
+
+
+def test_rehearsals_behind_noise_fit_into_the_budget() -> None:
+    for rows, targets in ((2000, 1), (4000, 4), (64_000, 32), (200_000, 64)):
+        iterations = iterations_within(rows, targets, 4, noisy=True)
+        clients, of_each = effort(iterations, targets, 4)
+        few, length = other_length(iterations, targets, 4)
+        assert few * length <= 0.25 * targets * iterations
+        assert 0.85 * rows <= iterations * targets + 4 * clients * of_each + few * length <= rows
 
 
 def test_rehearsals_take_a_quarter_of_the_attack_and_at_most_its_length() -> None:

@@ -59,7 +59,7 @@ def effort(iterations: int, target_clients: int, variants: int) -> tuple[int, in
 def other_length(iterations: int, target_clients: int, variants: int) -> tuple[int, int]:
     """Return the simulated clients for a search of another length than the rehearsals', and its iterations.
 
-    It is as long as the attack where they are shorter, which no client may try if that takes too large a share of it.
+    It is as long as the attack where they are shorter; no client tries it where that takes too large a share of it.
 
     >>> other_length(4000, 64, 4), other_length(4000, 16, 4), other_length(1000, 4, 4), other_length(50, 1, 4)
     ((3, 600), (3, 4000), (1, 1000), (0, 50))

@@ -2,8 +2,8 @@
 
 A search that simulates such a defence descends through its derivative, which may be zero, or so uneven that few entries
 decide. But whoever can simulate the client has pairs of a gradient's entry and what is sent for it, and reads the map
-backwards: no derivative is needed. Where random numbers take part, he reads what an entry is on average, given what was
-sent for it: noise that hides most entries and leaves others alone shows by its size which.
+backwards: no derivative is needed. Where random numbers take part, the pairs show what an entry is on average, given
+what was sent for it: noise that hides most entries and leaves others alone shows by its size which.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _undone(client: Client, params: Tensors, examples: int, update: Tensors, key
 
     def error(guessed: Tensors) -> float:
         off = sum(float((guessed[name] - gradients[name][-1]).square().sum()) for name in sent)
-        return off / sum(float(gradients[name][-1].square().sum()) for name in sent)
+        return off / max(sum(float(gradients[name][-1].square().sum()) for name in sent), 1e-30)
 
     def read(maps: Mapping[str, tuple[Tensor, Tensor]], update: Tensors) -> Tensors:
         return {name: _backwards(maps[name], value) for name, value in update.items()}
