@@ -69,6 +69,7 @@ class Cloak(Transform):
     """Hide a share of the entries behind loud noise, and leave the others alone."""
 
     share: float
+    limit: float = torch.inf
     stage: ClassVar[Stage] = Stage.NOISE
 
     def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
@@ -81,13 +82,14 @@ class Cloak(Transform):
     def apply(
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
-        return {n: g + noise[f"hidden.{n}"] * noise[f"loud.{n}"] for n, g in update.items()}, state
+        hidden = {n: noise[f"hidden.{n}"] * noise[f"loud.{n}"] for n in update}
+        return {n: (g + hidden[n]).clamp(-self.limit, self.limit) for n, g in update.items()}, state
 
 
-@pytest.mark.parametrize("share", [0.05, 0.5, 0.8])
-def test_entries_between_loud_noise_are_read_off(share: float) -> None:
+@pytest.mark.parametrize(("share", "limit"), [(0.05, torch.inf), (0.5, torch.inf), (0.8, torch.inf), (0.5, 1.0)])
+def test_entries_between_loud_noise_are_read_off(share: float, limit: float) -> None:
     plain = client()
-    sender = gv.Defence("mine", send=gv.chain(cloak=Cloak(share)))(plain, Key(0))
+    sender = gv.Defence("mine", send=gv.chain(cloak=Cloak(share, limit)))(plain, Key(0))
     batch = Batch(torch.rand(1, 1, 1, 8, 8, generator=torch.Generator().manual_seed(5)), torch.tensor([[2]]))
     noise = {
         n: value[None]

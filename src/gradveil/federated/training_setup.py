@@ -394,7 +394,7 @@ def setting_problems(setting: TrainingSetting, model_checked: bool = False) -> I
             refuse(list(faults(setting.defence(trial.defence), federation.client, few)))
             federation.client.noise_spec(federation.client.params(), smallest)
             if i == 0 and not model_checked:
-                model = federation.client.model
+                model = plain.model.to(config.device, setting.dtype)
                 limits, classes = images.space.bounds(few.inputs), len(images.classes)
                 problems = check(model, few, federation.client.loss, bounds=limits, classes=classes)
                 yield from (_of_model(problem, model, config) for problem in problems)

@@ -138,7 +138,7 @@ class Inversion(InversionSettings):
         key: Key,
         progress: Callable[[Progress], None] | None = None,
     ) -> tuple[int, ...]:
-        """Return the score of each variant on simulated clients; nothing where none can be simulated."""
+        """Return what `rehearsal.rehearse` does on simulated clients; nothing where none can be simulated."""
         key = key.child(Stream.REHEARSAL)
 
         def run(

@@ -2,8 +2,8 @@
 
 No setting wins against every defence: strong total variation finds images behind noise, and blurs them without it. The
 attacker can simulate clients with public examples. It knows what these hold, so it attacks them with each variant of
-its settings, and takes the variant that finds most. Where noise is added, a long search explains the noise at the
-cost of the image, so the length of the search is tried too. The target clients' updates are not looked at.
+its settings, and takes the variant that finds most. Where noise is added, a long search fits the noise and loses the
+image, so the length of the search is tried too. The target clients' updates are not looked at.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.inversion.inversion_settings import InversionSettings, Variant
+from gradveil.attacks.inversion.known_noise import stages
 from gradveil.attacks.knowledge import Knowledge, Known
-from gradveil.attacks.noise_likelihood import ADDED
 from gradveil.attacks.protocol import Observation, Progress, Reconstruction, Remark
 from gradveil.attacks.simulated_updates import Simulated
 from gradveil.client import Client
+from gradveil.core.formatting import plural
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 
@@ -34,7 +35,7 @@ _TIE = 30
 _SHARE, _LEAST = 0.1, 150
 """Enough iterations of a rehearsal: this share of the attack's, and at least so many."""
 _EARLY = 0.15
-"""Share of the attack's iterations after which it is tried to stop, where the rehearsals have all of them."""
+"""Share of the attack's iterations after which the search may stop, where the rehearsals have all of them."""
 
 Report = Callable[[Progress], None]
 """Receives the progress of an attack."""
@@ -104,15 +105,16 @@ class Rehearsal:
         truth = space.view(self.batch.inputs)
         scores = space.scores(space.match(space.view(found.inputs), truth)[1], truth)
         each = scores.get(space.headline, -scores["mse"])  # images too small for SSIM have none
-        return each.double().flatten(1).mean(1)
+        return each.cpu().double().flatten(1).mean(1)
 
 
 def adds_noise(simulated_client: Client, seen: Observation, knowledge: Knowledge) -> bool:
-    """Return whether random numbers are added to gradients or to finished updates, which a search may explain."""
-    if knowledge.public is None:
+    """Return whether normal or Laplace noise is added to gradients or finished updates, which a search may fit."""
+    public, like = knowledge.public, next(iter(seen.params.values()))
+    if public is None:
         return False
-    batch = Batch(knowledge.public.inputs[: seen.examples], knowledge.public.targets[: seen.examples])
-    return any(name.startswith(ADDED) for name in simulated_client.noise_spec(seen.params, batch))
+    batch = Batch(public.inputs[: seen.examples].to(like), public.targets[: seen.examples].to(like.device))
+    return bool(stages(simulated_client.noise_spec(seen.params, batch), seen.params))
 
 
 def prepare(
@@ -146,7 +148,8 @@ def rehearse(
     """Return the thousandths that each variant scores on simulated clients; nothing without a rehearsal.
 
     `other` are the first of these clients and another number of iterations. The best variant is then tried with that
-    too, and four numbers follow: the fewer iterations, their score on these clients, the more iterations, and theirs.
+    too, and five numbers follow: how many clients, the fewer iterations, their score on these clients, the more
+    iterations, and theirs.
     """
     if rehearsal is None:
         return ()
@@ -171,7 +174,8 @@ def rehearse(
     best = _best(attack.variants, scores)
     known = each[attack.variants.index(best)][: len(first.batch.inputs)]
     pair = sorted([(iterations, known), (length, tried(best, length, first))], key=lambda one: one[0])
-    return (*scores, *(number for size, found in pair for number in (size, round(1000 * float(found.mean())))))
+    lengths = (number for size, found in pair for number in (size, round(1000 * float(found.mean()))))
+    return (*scores, len(known), *lengths)
 
 
 def shifted(progress: Report, before: int, after: int = 0) -> Report:
@@ -205,9 +209,10 @@ def choose(attack: InversionSettings, scores: Sequence[int]) -> tuple[InversionS
     words = f"it searched with {_words(best)}, the best on simulated clients ({tried})"
     chosen = attack.with_variant(best)
     if of_lengths:
-        few, early, many, late = of_lengths
+        clients, few, early, many, late = of_lengths
         stops = early > late + _TIE
-        words += f", for {few if stops else many} iterations ({few}: {early / 1000:.2f}; {many}: {late / 1000:.2f})"
+        words += f", for {few if stops else many} iterations ({few}: {early / 1000:.2f}; {many}: {late / 1000:.2f}, "
+        words += f"on {plural(clients, 'simulated client')})"
         chosen = replace(chosen, descent=replace(chosen.descent, iterations=few)) if stops else chosen
     return chosen, Remark(words, (0,))
 

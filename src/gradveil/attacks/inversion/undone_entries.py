@@ -46,7 +46,7 @@ def without_map(
 
 
 def is_map_of_entries(client: Client, examples: int, key: Key) -> bool:
-    """Return whether what a client sends shows each entry of its gradient, one by one."""
+    """Return whether what a client sends shows entries of its gradient, one by one, or what they are on average."""
     return _undone(client, client.params(), examples, {}, key) is not None
 
 
@@ -58,9 +58,12 @@ def _undone(client: Client, params: Tensors, examples: int, update: Tensors, key
     pairs = {name: (sent[name][:-1].flatten(), gradients[name][:-1].flatten()) for name in sent}
     maps = {name: _means(*pair) for name, pair in pairs.items()}
 
+    total = sum(float(gradients[name][-1].square().sum()) for name in sent)
+    if not total:
+        return None
+
     def error(guessed: Tensors) -> float:
-        off = sum(float((guessed[name] - gradients[name][-1]).square().sum()) for name in sent)
-        return off / max(sum(float(gradients[name][-1].square().sum()) for name in sent), 1e-30)
+        return sum(float((guessed[name] - gradients[name][-1]).square().sum()) for name in sent) / total
 
     def read(maps: Mapping[str, tuple[Tensor, Tensor]], update: Tensors) -> Tensors:
         return {name: _backwards(maps[name], value) for name, value in update.items()}
@@ -73,8 +76,8 @@ def _undone(client: Client, params: Tensors, examples: int, update: Tensors, key
     if error(read(maps, tested)) <= _NEAR**2:
         return read(maps, update)
     grouped = {name: _grouped(*pair) for name, pair in pairs.items()}
-    slopes = {name: (v @ g) / (v @ v).clamp_min(1e-30) for name, (v, g) in pairs.items()}
-    multiples = {name: slopes[name] * value for name, value in tested.items()}
+    slopes = {name: (v @ g) / (v @ v) for name, (v, g) in pairs.items()}
+    multiples = {name: (slopes[name] * value).nan_to_num() for name, value in tested.items()}
     explained, by_multiples = (1 - error(guessed) for guessed in (read(grouped, within(grouped, tested)), multiples))
     return read(grouped, within(grouped, update)) if explained >= max(_SOME, _TIMES * by_multiples) else None
 
@@ -86,12 +89,17 @@ def _means(sent: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _grouped(sent: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the means of neighbouring numbers that were sent, in order, and of the entries that they were sent for."""
+    """Return the means of neighbouring numbers that were sent, in order, and of the entries that they were sent for.
+
+    Equal numbers are in one group.
+    """
     order = sent.argsort()
+    numbers = sent[order]
     size = min(max(len(order) // _GROUPS, _FEWEST), _MOST)
-    places = torch.arange(len(order), device=order.device) // size
+    first = torch.searchsorted(numbers, numbers)  # the place of the first equal number
+    _, places = (first // size).unique_consecutive(return_inverse=True)
     count = int(places[-1]) + 1
-    return _of_each(sent[order], places, count), _of_each(entries[order], places, count)
+    return _of_each(numbers, places, count), _of_each(entries[order], places, count)
 
 
 def _of_each(numbers: Tensor, places: Tensor, count: int) -> Tensor:
