@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.knowledge import How, Knowledge, Known, Neutral, Sample
 from gradveil.attacks.protocol import Observation, Progress, Reconstruction, Remark
 from gradveil.audit import observe as observing
@@ -91,6 +92,18 @@ def holds_truth(value: Any, truth: Tensor) -> bool:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return any(holds_truth(getattr(value, f.name), truth) for f in dataclasses.fields(value))
     return False
+
+
+def test_a_search_that_chooses_to_stop_early_is_not_stopped_by_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = (900, 0, 0, 0)
+    for lengths, ran in (((1, 2, 900, 4, 100), 2), ((), 4)):
+        monkeypatch.setattr(Inversion, "rehearse", lambda *_, found=(*scores, *lengths): found)
+        experiment = open_experiment(
+            config(defences=["gaussian(0.1)"], attacks=["portfolio(iterations=4)"], target_clients=2)
+        )
+        found = recover(experiment, trials(experiment.config)[0], range(2), lambda step: None)
+        assert found.facts["target_iterations"] == 2 * ran
+        assert found.facts["budget_share"] is None
 
 
 def test_no_attack_receives_the_truth() -> None:
