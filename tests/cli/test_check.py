@@ -100,8 +100,11 @@ def test_options_win_over_the_run_file(capsys: pytest.CaptureFixture[str]) -> No
     code, problems = found(capsys, *words, "--set", "model.options.broken=true")
     assert code == 1
     assert any("NaN" in problem["what"] for problem in problems)
-    assert run([*words, "--size", "20", "--data", "digits", "--budget", "5m", "--iterations", "10"]) == 0
+    assert run([*words, "--size", "20", "--data", "digits", "--budget", "5m"]) == 0
     assert "net_to_check:net can be audited with digits" in capsys.readouterr().out
+    assert run([*words, "--iterations", "10"]) == 2
+    assert "--iterations 10: changes nothing" in capsys.readouterr().err
+    assert run([*words, "--iterations", "10", "--restarts", "2", "--attack", "ig"]) == 0
 
 
 @pytest.mark.usefixtures("folder")

@@ -111,18 +111,16 @@ def check(
         "data.size": size,
         "data.channels": channels,
         "client.batch": batch,
-        "target_clients": target_clients,
-        "iterations": iterations,
-        "restarts": restarts,
-        "budget": budget,
     }
+    given = {"target_clients": target_clients, "iterations": iterations, "restarts": restarts, "budget": budget}
+    overrides = {key: value for key, value in given.items() if value is not None}
 
     def configured(defences: Sequence[str]) -> RunConfig:
         settings = [
             *named_settings(flags | {"defences": [*defences] or None, "attacks": attack or None}, prepare),
             *(setting or []),
         ]
-        return _alone(flags, settings) if run is None else read(run, {}, settings)
+        return _alone(flags, overrides, settings) if run is None else read(run, overrides, settings)
 
     try:
         config = configured(defence or ())
@@ -232,7 +230,7 @@ def _manipulated(net: nn.Module, received: Path | None, previous: Path | None) -
     return [finding.problem("error") for finding in inspect(net, now | statistics, before)]
 
 
-def _alone(flags: dict[str, Any], settings: Sequence[str]) -> RunConfig:
+def _alone(flags: dict[str, Any], overrides: dict[str, Any], settings: Sequence[str]) -> RunConfig:
     """Make the smallest run of this model and these data."""
     from gradveil.audit.audit_config import CHECKED_ATTACK
     from gradveil.audit.run_file import assemble
@@ -248,7 +246,7 @@ def _alone(flags: dict[str, Any], settings: Sequence[str]) -> RunConfig:
         "attacks": [CHECKED_ATTACK[kind_of(str(flags["data.name"]))]],
         "target_clients": 1,
     }
-    return assemble({**raw, "client": {"batch": _EXAMPLES}}, settings)
+    return assemble({**raw, "client": {"batch": _EXAMPLES}, **overrides}, settings)
 
 
 def _stopped(problems: Sequence[Problem]) -> bool:
