@@ -152,12 +152,11 @@ class Inversion(InversionSettings):
         known = observations, simulated_client, knowledge, key
         targets = len(observations[-1].target_clients)
         count, iterations = effort(self.descent.iterations, targets, len(self.variants))
-        first, length = other_length(self.descent.iterations, targets, len(self.variants))
-        shorter = (
-            prepare(*known, first) if first and adds_noise(simulated_client, observations[-1], knowledge) else None
-        )
+        fewer, length = other_length(self.descent.iterations, targets, len(self.variants))
+        noisy = fewer > 0 and adds_noise(simulated_client, observations[-1], knowledge)
+        first = prepare(*known, fewer) if noisy else None
+        other = None if first is None else (first, length)
         report = progress and shifted(progress, 0, after=targets * self.restarts * self.descent.iterations)
-        other = None if shorter is None else (shorter, length)
         return rehearse(self, prepare(*known, count), iterations, run, other, report)
 
     def rehearsed(self, observations: Sequence[Observation], scores: Sequence[int]) -> int:
