@@ -13,7 +13,6 @@ from torch import Tensor
 from gradveil.audit.attack_check import STATES, coincidence, complaints, descent, examine
 from gradveil.audit.attack_selection import trials
 from gradveil.audit.preflight import open_experiment
-from gradveil.audit.recommendation import recommend
 from gradveil.audit.result_rows import Row
 from gradveil.audit.run_directory import load_run
 from gradveil.audit.score import TrialNames, score
@@ -342,57 +341,6 @@ def test_who_draws_what_the_defence_draws_in_the_model_does_not_adapt(
     (verdict,) = [each for each in verdicts([trial, BARE]) if not each.undefended]
     known = defence == "gaussian(0.1)" or level == "not tested"
     assert verdict.level == (level if known else "inconclusive")
-
-
-def level_of(defence: str, *rows: Row) -> str:
-    return next(each.level for each in verdicts([*rows, BARE]) if each.defence == defence)
-
-
-LATTICE, WEAKER = "mine:Lattice(step=1)", "mine:Lattice(step=0.1)"
-OWN: dict[str, Any] = {"attack": "mine:undo", "custom": True}
-
-
-def unknown(recovered: int, defence: str, **change: Any) -> Row:
-    return row(recovered, health=HEALTHY | {"objective_truth": 0.01}, defence=defence, **change)
-
-
-UNDONE = (
-    unknown(0, LATTICE),
-    unknown(0, LATTICE, **OWN),
-    row(32, defence="none", simulated_client="naive", **OWN),
-    BARE,
-)
-
-
-def test_a_defence_that_nobody_knows_holds_only_against_an_attack_that_alone_undoes_a_weaker_setting() -> None:
-    assert level_of(LATTICE, unknown(0, LATTICE)) == "inconclusive"
-    assert level_of(LATTICE, *UNDONE) == "inconclusive"
-    assert level_of(LATTICE, *UNDONE, unknown(32, WEAKER, **OWN), unknown(0, WEAKER)) == "not broken"
-    told = recommend(verdicts([unknown(0, LATTICE), BARE]), [])
-    assert told is not None
-    assert (told.defence, "a weaker setting that only this code undoes" in told.text) == (None, True)
-
-
-@pytest.mark.parametrize(
-    "others",
-    [
-        (unknown(32, "mine:Other(step=0.1)", **OWN), unknown(0, "mine:Other(step=0.1)")),
-        (unknown(32, WEAKER),),
-        (unknown(0, WEAKER), unknown(0, WEAKER, **OWN)),
-        (unknown(0, WEAKER), unknown(8, WEAKER, **OWN)),
-        (unknown(0, WEAKER, seed=1), unknown(32, WEAKER, seed=1, **OWN)),
-        # Behind quiet noise every search finds the images: that one of them is one's own shows nothing.
-        (unknown(32, WEAKER), unknown(32, WEAKER, **OWN)),
-        (unknown(32, WEAKER, **OWN),),
-        (unknown(32, WEAKER, control=True, **OWN), unknown(0, WEAKER)),
-    ],
-)
-def test_nothing_else_vouches_for_the_attack_on_an_unknown_defence(others: tuple[Row, ...]) -> None:
-    verdict = next(each for each in verdicts([*UNDONE, *others]) if each.defence == LATTICE)
-    assert (verdict.level, "general attacks, such as adaptive, find none" in verdict.reasons[0]) == (
-        "inconclusive",
-        True,
-    )
 
 
 def test_no_other_attack_vouches_for_a_custom_one() -> None:

@@ -114,7 +114,8 @@ def test_informed_attacks_do_not_count() -> None:
     assert alone.worst.dominated["bytes"] == {}
     assert "Upper bounds, not compared: dgp." in alone.worst.sentence(BYTES)
     rows = [Row(0, bare().trial), Row(1, informed.trial)]
-    assert [front_of(each, fronts_by_defence(rows)) for each in rows] == ["accuracy, bytes, seconds", "upper bound"]
+    fronts = fronts_by_defence(verdicts(rows))
+    assert [front_of(each, fronts) for each in rows] == ["accuracy, bytes, seconds", "upper bound"]
 
 
 def test_the_leak_is_the_share_of_images_recovered_and_identified() -> None:
@@ -194,7 +195,7 @@ def test_without_a_training_the_costs_are_those_of_an_update() -> None:
     assert [axis.key for axis in drawn.axes] == ["bytes", "distortion"]
     assert spot(drawn, "dgp").costs == {"bytes": (10.0, 10.0, 10.0), "distortion": (0.5, 0.5, 0.5)}
     assert charts(verdicts([row(3, bytes_sent=None)]), (), {}) == []
-    assert front_of(row(3), fronts_by_defence([row(3)])) is None
+    assert front_of(row(3), fronts_by_defence(verdicts([row(3)]))) is None
 
 
 def test_defence_without_a_rate_has_a_reason() -> None:
@@ -248,7 +249,7 @@ def test_the_page_of_a_real_audit_has_the_charts_the_table_and_the_csv(audited: 
     with urllib.request.urlopen(address) as answer:
         rows = list(csv.DictReader(io.StringIO(answer.read().decode("utf-8"))))
     assert {row["pareto"] for row in rows if row["defence"] == sparse.name} == {
-        front_of(sparse.verdict.best, fronts_by_defence(context(run)["rows"]))
+        front_of(sparse.verdict.best, fronts_by_defence(context(run)["verdicts"]))
     }
     assert {row["final_accuracy"] for row in rows if row["defence"] == sparse.name} == {str(stored["accuracy"])}
 
@@ -267,7 +268,7 @@ def test_diverged_training_has_a_reason_at_every_round(audited: Path) -> None:
 def test_summaries_name_the_fronts(audited: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["summary", str(audited), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["trials"]
-    fronts_by_name = fronts_by_defence(context(load_run(audited))["rows"])
+    fronts_by_name = fronts_by_defence(context(load_run(audited))["verdicts"])
     assert {row["pareto"] for row in rows if row["failed"] is None} == set(fronts_by_name.values())
     assert {row["pareto"] for row in rows if row["failed"] is not None} == {None}
     assert command(["summary", str(audited), "--csv", "-"]) == 0

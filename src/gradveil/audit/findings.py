@@ -90,7 +90,7 @@ class Findings:
     @cached_property
     def verdicts(self) -> list[Verdict]:
         """The verdict on every defence in every setting."""
-        return verdicts([row for row in self.finished if row.trial.unscored is None])
+        return verdicts([row for row in self.rows if not row.trial.broken and row.trial.unscored is None])
 
     @cached_property
     def gaps(self) -> list[Gap]:

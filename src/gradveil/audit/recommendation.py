@@ -24,7 +24,7 @@ _COST = " ".join(
 )
 """Options of `gradveil audit` that measure accuracy next to the attacks."""
 _OPTIONS = {
-    "own": ("--attack module:Name", 'attacks=["adaptive", yours]'),
+    "own": ("--attack adaptive --attack module:Name", 'attacks=["adaptive", yours]'),
     "adaptive": ("--attack adaptive", 'attacks=["adaptive"]'),
     "batch": ("--set client.batch={}", "client_batch={}"),
     "budget": ("--budget none (all iterations)", "budget=None (all iterations)"),
@@ -279,8 +279,8 @@ def _none(
     undecided = [each for each in open_levels if each.level == "inconclusive"]
     if own := [each.name for each in undecided if is_unknown(each.name)]:
         steps.append(
-            f"attack {listing(own)} with code that is written against it, and a weaker setting that only this code "
-            f"undoes: {option['own']}"
+            f"attack {listing(own)} with all general attacks and with code that is written against it, and a weaker "
+            f"setting that only this code undoes: {option['own']}"
         )
     if vague := [each for each in undecided if each.name not in own]:
         steps.append(f"attack {listing(each.name for each in vague)} again with {_more(vague, option)}")

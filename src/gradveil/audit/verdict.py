@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gradveil.audit.attack_check import PASSED, SOUND, Health, coincidence, examine, guesses, unused_rounds
+from gradveil.audit.attack_check import PASSED, Health, coincidence, examine, guesses, unused_rounds
 from gradveil.audit.attack_selection import ATTACKERS
 from gradveil.audit.attackers.attacker_table import is_unknown
-from gradveil.audit.baselines import Test, baseline, expected_of, interval_of, leaks, risk_of, tests_by_trial
+from gradveil.audit.attackers.unknown_defences import unopposed
+from gradveil.audit.baselines import Test, baseline, expected_of, interval_of, risk_of, tests_by_trial
 from gradveil.audit.result_rows import Row, TrialSetting, short_names
 from gradveil.audit.threat_model import unknown_to_all
 from gradveil.core.formatting import interval, listing, number, percent, plural, size
-from gradveil.core.text_form import bare
 from gradveil.metrics import Risk, wilson
 
 
@@ -100,18 +100,6 @@ UNKNOWN = (
 WHERE = "recovered where that is the leak"
 RARE = "there are fewer than two public images of a class, so that a guess is taken to pass for all of them"
 """Why recovery cannot be tested for images of a rare class, or of a batch with one."""
-
-_UNOPPOSED = (
-    "Gradveil does not know what this defence does, and general attacks miss what its author could undo: attack it "
-    "with code that is written against it (--attack module:Name), and in the same run a weaker setting of the defence, "
-    "behind which that code finds the examples and general attacks find none."
-)
-_UNSHOWN = (
-    "Gradveil does not know what this defence does, and nothing shows that the code which is written against it undoes "
-    "it: that takes a weaker setting of the defence in the same run, behind which that code finds at least half of the "
-    "examples and general attacks, such as adaptive, find none. Where these find them too, the noise is weak, and "
-    "nothing is undone."
-)
 
 _RANK: list[Level] = ["broken", "leaks", "inconclusive", "not tested", "not broken"]
 
@@ -246,14 +234,16 @@ def eligible(rows: Sequence[Row]) -> tuple[Row, ...]:
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     """Judge every defence in every setting: settings in the run's order, the worst defence first.
 
-    A control vouches for attacks, and is not judged itself.
+    A control vouches for attacks, and is not judged itself. Of the rows without examples only those count whose attack
+    does not apply: behind a defence that Gradveil does not know, they say that nothing was left out.
     """
     settings = list(dict.fromkeys(row.setting for row in rows if row.images))
     found = []
     for setting in settings:
         here = [row for row in rows if row.setting == setting and row.images]
+        unfit = [row for row in rows if row.setting == setting and row.trial.unfit]
         asked = dict.fromkeys(row.defence for row in here if not row.is_control)
-        judged = [_judge(setting, name, here) for name in asked]
+        judged = [_judge(setting, name, here, unfit) for name in asked]
         found += sorted(judged, key=_order)
     return found
 
@@ -270,7 +260,7 @@ def strength(row: Row) -> tuple[float, bool, float]:
     return row.asr, row.attacker == "adaptive", -1.0 if mean is None else mean
 
 
-def _judge(setting: TrialSetting, defence: str, here: Sequence[Row]) -> Verdict:
+def _judge(setting: TrialSetting, defence: str, here: Sequence[Row], unfit: Sequence[Row]) -> Verdict:
     rows = [row for row in here if row.defence == defence and not row.is_control]
     tested = [row for row in rows if row.attacker != "informed"]
     by_trial = tests_by_trial(tested)
@@ -286,7 +276,7 @@ def _judge(setting: TrialSetting, defence: str, here: Sequence[Row]) -> Verdict:
     ]
     best = max((row for _, row in strongest), key=shows)
     tests = tuple(test for each in by_trial for test in each)
-    level, reasons = _level(judged, here, tests, max(map(_weight, tested, by_trial), default=0))
+    level, reasons = _level(judged, here, unfit, tests, max(map(_weight, tested, by_trial), default=0))
     if expected_of(best, "recovered") is None:
         reasons = (*reasons, UNKNOWN)
     if rare := sum((scores.get("expected") or {}).get("public") == 0 for _, _, scores in best.scores()):
@@ -327,7 +317,7 @@ def _weight(row: Row, tests: Sequence[Test]) -> Literal[0, 1, 2]:
 
 
 def _level(
-    judged: Sequence[Row], here: Sequence[Row], tests: Sequence[Test], weight: int
+    judged: Sequence[Row], here: Sequence[Row], unfit: Sequence[Row], tests: Sequence[Test], weight: int
 ) -> tuple[Level, tuple[str, ...]]:
     """Decide the level and give the reasons."""
     if all(row.attacker == "informed" for row in judged):
@@ -363,10 +353,9 @@ def _level(
         return "inconclusive", (
             f"Nothing could be tested: neither auxiliary data nor a second private {passed[0].words.noun} is there.",
         )
-    # General attacks see structure of entries and few numbers; what mixes many entries can be undone by who knows how.
-    own = [row for row in passed if row.info.get("custom")]
-    if is_unknown(passed[0].defence) and _without([row for row in own if _works(row, here)], judged) is not None:
-        return "inconclusive", (_UNSHOWN if _without(own, judged) is None else _UNOPPOSED,)
+    seeds = {row.seed for row in judged}
+    if is_unknown(passed[0].defence) and (missing := tuple(unopposed(passed, seeds, here, unfit))):
+        return "inconclusive", missing
     names = listing(dict.fromkeys(row.attack for row in passed))
     stopped = [f"The budget stopped {row.attack} at {percent(row.budget_share)}." for row in passed if row.budget_share]
     least = min(test.adjusted for test in tests)
@@ -400,25 +389,6 @@ def _passed(row: Row, here: Sequence[Row]) -> bool:
     state = examine(row, here).state
     # Without a defence only an objective that other images satisfy as well shows that the attack did all it could.
     return state == "ambiguous" if row.undefended else state in PASSED
-
-
-def _works(own: Row, here: Sequence[Row]) -> bool:
-    """Report whether an attack of the user's own undoes another setting of the same defence, on the same seed.
-
-    It finds at least half of the examples there, and general attacks, which know nothing of the defence, find none:
-    behind quiet noise every search finds them.
-    """
-    shown = [row for row in here if not row.is_control]
-    for other in shown:
-        if (other.attack, other.seed) != (own.attack, own.seed) or other.defence == own.defence:
-            continue
-        if bare(other.defence) != bare(own.defence) or max(other.asr, other.identifiable / other.images) < SOUND:
-            continue
-        beside = [row for row in shown if (row.defence, row.seed) == (other.defence, other.seed)]
-        general = [row for row in beside if not row.info.get("custom") and row.attacker != "informed"]
-        if leaks(other) and any(row.attacker == "adaptive" for row in general) and not any(map(leaks, general)):
-            return True
-    return False
 
 
 def _words(test: Test) -> str:

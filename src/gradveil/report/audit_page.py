@@ -13,6 +13,7 @@ from gradveil.audit.findings import Findings, accuracies, findings, headline, hi
 from gradveil.audit.result_rows import BASELINES, Row
 from gradveil.audit.run_directory import Run
 from gradveil.audit.threat_model import scope, threat_model, untried
+from gradveil.audit.verdict import Verdict
 from gradveil.core.formatting import interval, listing, plural
 from gradveil.core.space import ExampleWords
 from gradveil.federated.training_groups import proven
@@ -117,7 +118,7 @@ def context(run: Run, costs: Costs | None = None) -> dict[str, Any]:
         "names": names,
         "control": result.control,
         "rows": rows,
-        **_table(run, rows),
+        **_table(rows, result.verdicts),
         "statuses": method.statuses(every, len(failed)),
         "missing": method.missing([t.info for t in run.trials], [r for row in rows for r in row.trial.records]),
         "budget": progress,
@@ -194,9 +195,9 @@ def _hardware(info: Mapping[str, Any]) -> str:
     return ", ".join(str(part) for part in (machine.get("cpu"), cores, machine.get("device")) if part)
 
 
-def _table(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
+def _table(rows: Sequence[Row], judged: Sequence[Verdict]) -> dict[str, Any]:
     """Return the table of all trials and its CSV."""
-    columns = trial_table.columns(rows)
+    columns = trial_table.columns(rows, judged)
     csv = data_uri(trial_table.trials_as_csv(rows, columns).encode(), "text/csv;charset=utf-8")
     return {
         "table_label": "Scores, controls, costs and attack check of every trial",

@@ -17,7 +17,7 @@ from gradveil.audit.defence_costs import Costs
 from gradveil.audit.findings import SCHEMA, Findings, sentence_of
 from gradveil.audit.result_rows import Row, TrialSetting
 from gradveil.audit.run_directory import Trial
-from gradveil.audit.verdict import Verdict, verdicts
+from gradveil.audit.verdict import Verdict
 from gradveil.core.formatting import DASH, listing, number, percent, plural, size
 from gradveil.federated.training_groups import proven
 
@@ -372,10 +372,10 @@ def cost(spot: Spot, axis: Axis) -> tuple[str, str]:
     return mean, f"{low} to {high}" if low != high else ""
 
 
-def fronts_by_defence(rows: Sequence[Row]) -> dict[tuple[TrialSetting, str], str]:
+def fronts_by_defence(judged: Sequence[Verdict]) -> dict[tuple[TrialSetting, str], str]:
     """Return the fronts that each defence is on at its worst stage, by setting and defence."""
     result: dict[tuple[TrialSetting, str], str] = {}
-    trained = [verdict for verdict in verdicts(rows) if verdict.setting.trained is not None]
+    trained = [verdict for verdict in judged if verdict.setting.trained is not None]
     for chart in charts(trained, (), {}):
         for spot in chart.worst.spots:
             on = [axis.key for axis in chart.axes if spot.name in chart.worst.members[axis.key]]
@@ -408,7 +408,7 @@ def _recommendation(runs: Sequence[Findings]) -> dict[str, Any] | None:
 
 def trials_with_fronts(run: Findings) -> list[dict[str, Any]]:
     """Summarise every trial; `pareto` holds the fronts that its defence is on, or the reason why it is on none."""
-    fronts = fronts_by_defence([row for row in run.finished if row.trial.unscored is None])
+    fronts = fronts_by_defence(run.verdicts)
     return [
         {**trial, "pareto": front_of(row, fronts) if row.trial.failed is None and not row.is_control else None}
         for row, trial in zip(run.rows, run.trials, strict=True)

@@ -12,7 +12,7 @@ from gradveil.audit.baselines import baseline, risk_of
 from gradveil.audit.findings import hits
 from gradveil.audit.result_rows import BASELINES, Row, TrialSetting
 from gradveil.audit.run_directory import Trial
-from gradveil.audit.verdict import LEVELS, price, verdicts
+from gradveil.audit.verdict import LEVELS, Verdict, price
 from gradveil.core.formatting import duration, listing, number, percent, size
 from gradveil.core.space import ExampleWords
 from gradveil.federated.training_groups import proven
@@ -244,11 +244,11 @@ DOUBT = "the attack may be broken, or guess"
 """Warning next to rates that may not be due to the defence."""
 
 
-def columns(rows: Sequence[Row]) -> list[Column[Row]]:
-    """Choose the columns: all but the optional ones that are empty."""
+def columns(rows: Sequence[Row], judged: Sequence[Verdict]) -> list[Column[Row]]:
+    """Choose the columns for finished trials and their verdicts: all but the optional ones that are empty."""
     result: list[Column[Row]] = []
     words = rows[0].words if rows else ExampleWords()
-    comparisons, further = _comparisons(rows), _further(rows)
+    comparisons, further = _comparisons(rows, judged), _further(rows)
     for column in [each for base in COLUMNS for each in (base, *(further if base.key == "lpips" else ()))]:
         is_filled = any(column.get(row) is not None or column.missing_reason(row) for row in rows)
         if is_filled or column.key not in _OPTIONAL:
@@ -265,10 +265,10 @@ def _further(rows: Sequence[Row]) -> list[Column[Row]]:
     return [_score(name, name, f"metric {name}, mean") for name in names if name not in known]
 
 
-def _comparisons(rows: Sequence[Row]) -> dict[str, Column[Row]]:
+def _comparisons(rows: Sequence[Row], judged: Sequence[Verdict]) -> dict[str, Column[Row]]:
     """Make the columns that compare a trial with the others, by the key of the column that each one follows."""
-    levels = {(verdict.setting, verdict.defence): LEVELS[verdict.level][0] for verdict in verdicts(rows)}
-    fronts = fronts_by_defence(rows)
+    levels = {(verdict.setting, verdict.defence): LEVELS[verdict.level][0] for verdict in judged}
+    fronts = fronts_by_defence(judged)
     check = "whether a low rate is due to the defence"
     share = "bytes sent as a share of what the same client sends without a defence"
     after: dict[str, Column[Row]] = {

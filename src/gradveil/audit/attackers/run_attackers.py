@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -179,10 +180,14 @@ def closed_forms(experiment: Experiment, decisions: Sequence[Decision], *, calle
                 text = experiment.space.words.told(rule.weakness)
                 yield Problem(where, f"{text}: {seen}", fix, severity="warning")
     unknown = [defence for defence in experiment.defences if is_unknown(defence)]
-    if unknown and not any(map(users, experiment.attacks.values())):
-        what = f"attacks that know {listing(unknown)} were not made: nothing says what a defence of your own does"
-        own = 'attacks=["package:Yours"]' if called else "--attack package:Yours"
-        yield Problem("defences", what, f"attack it so: {own}; general attacks can miss what it leaks", "warning")
+    opposed, whole = any(map(users, experiment.attacks.values())), ADAPTIVE in _words(experiment.config.attacks)
+    if unknown and not (opposed and whole):
+        missing = "attacks that know" if not opposed else "some general attacks on"
+        what = f"{missing} {listing(unknown)} were not made: nothing says what a defence of your own does"
+        both = [ADAPTIVE, *([] if opposed else ["package:Yours"])]
+        asked = f"attacks={json.dumps(both)}" if called else " ".join(f"--attack {each}" for each in both)
+        why = "it may leak what these miss" if opposed else "general attacks can miss what it leaks"
+        yield Problem("defences", what, f"attack it so: {asked}; {why}", "warning")
 
 
 def untested(warning: str) -> str:

@@ -103,7 +103,7 @@ class AuditPanel:
     @cached_property
     def verdicts(self) -> dict[str, Verdict]:
         """The verdict on each defence over the selected attacks, in the figure's order."""
-        found = {verdict.defence: verdict for verdict in Findings(self.rows).verdicts}
+        found = {verdict.defence: verdict for verdict in Findings((*self.rows, *self.empty)).verdicts}
         run_order = list(dict.fromkeys(row.defence for row in self.rows))
         return {name: found[name] for name in self.choices.sort(run_order) if name in found}
 
