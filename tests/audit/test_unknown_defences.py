@@ -49,13 +49,16 @@ def test_it_holds_only_against_an_attack_that_alone_undoes_a_weaker_setting() ->
 def test_it_holds_only_if_every_general_attack_was_made_or_does_not_apply(text: str) -> None:
     some = [*general(0, LATTICE, but=text), *OWN_ROWS, *SHOWN]
     assert judge(*some).level == "inconclusive"
-    assert f"Left out: {make_name(text)}. --attack adaptive makes all." in judge(*some).reasons[0]
+    assert f"Left out or stopped early: {make_name(text)}. --attack adaptive makes all" in judge(*some).reasons[0]
     made = attacked(0, LATTICE, attack=text)
     assert judge(*some, made).level == "not broken"
-    for change in ({"control": True}, {"custom": True}):
+    short = {"objective": 0.5, "objective_initial": 1.0, "objective_truth": 0.1, "diverged": 0.0}
+    for change in ({"control": True}, {"custom": True}, {"health": short}, {"attacker": "informed"}):
         other = replace(made, trial=replace(made.trial, info={**made.info, **change}))
-        assert judge(*some, other).level == "inconclusive"
-    failed, unfit = (Row(0, Trial({**made.info, "failed": "why", "unfit": unfit}, [])) for unfit in (False, True))
+        level = "not broken" if "health" in change and text == "learned" else "inconclusive"
+        assert judge(*some, other).level == level
+    address = {key: value for key, value in made.info.items() if key not in ("attacker", "health", "method")}
+    failed, unfit = (Row(0, Trial({**address, "failed": "why", "unfit": unfit}, [])) for unfit in (False, True))
     assert judge(*some, failed).level == "inconclusive"
     assert judge(*some, unfit).level == "not broken"
 
@@ -110,4 +113,10 @@ def _without_guess(record: dict[str, Any]) -> dict[str, Any]:
 def test_nothing_else_vouches_for_the_attack_on_it(others: tuple[Row, ...]) -> None:
     verdict = judge(*UNDONE, *others)
     assert verdict.level == "inconclusive"
-    assert "all those of adaptive, find none" in verdict.reasons[0]
+    assert "searches of adaptive, which undo nothing, find none" in verdict.reasons[0]
+
+
+@pytest.mark.parametrize("text", ["learned", "portfolio(undo_entries=true)"])
+def test_a_general_attack_that_undoes_the_weaker_setting_too_does_not_matter(text: str) -> None:
+    shown = (attacked(32, WEAKER, **OWN), attacked(32, WEAKER, attack=text), *general(0, WEAKER, but=text))
+    assert judge(*UNDONE, *shown).level == "not broken"
