@@ -21,13 +21,14 @@ _LEFT_OUT = (
     "--budget say how long."
 )
 _UNOPPOSED = (
-    "General attacks miss what the author of a defence that Gradveil does not know could undo: attack it with code that "
-    "is written against it (--attack module:Name), and in the same run a weaker setting of the defence, behind which "
-    "that code finds the examples and searches find none."
+    "General attacks miss what the author of a defence that Gradveil does not know could undo: attack it with code "
+    "that is written against it (--attack module:Name), and in the same run a weaker setting of the defence, behind "
+    "which that code finds the examples and searches find none."
 )
 _UNSHOWN = (
-    "Nothing shows that the code which is written against a defence that Gradveil does not know undoes it: that takes a weaker setting of the defence in the same run, behind which that code finds at least half of the "
-    "examples and the searches of adaptive, which undo nothing, find none: quiet noise hides nothing from these."
+    "Nothing shows that the code which is written against a defence that Gradveil does not know undoes it: that takes "
+    "a weaker setting of the defence in the same run, behind which that code finds at least half of the examples and "
+    "the searches of adaptive, which undo nothing, find none: quiet noise hides nothing from these."
 )
 
 _MOST = 0.5
