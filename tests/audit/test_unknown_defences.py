@@ -49,7 +49,7 @@ def test_it_holds_only_against_an_attack_that_alone_undoes_a_weaker_setting() ->
 def test_it_holds_only_if_every_general_attack_was_made_or_does_not_apply(text: str) -> None:
     some = [*general(0, LATTICE, but=text), *OWN_ROWS, *SHOWN]
     assert judge(*some).level == "inconclusive"
-    assert f"Left out or stopped early: {make_name(text)}. --attack adaptive makes all" in judge(*some).reasons[0]
+    assert f"Left out or stopped early: {make_name(text)}. --attack adaptive makes all, or" in judge(*some).reasons[0]
     made = attacked(0, LATTICE, attack=text)
     assert judge(*some, made).level == "not broken"
     short = {"objective": 0.5, "objective_initial": 1.0, "objective_truth": 0.1, "diverged": 0.0}
@@ -61,6 +61,36 @@ def test_it_holds_only_if_every_general_attack_was_made_or_does_not_apply(text: 
     failed, unfit = (Row(0, Trial({**address, "failed": "why", "unfit": unfit}, [])) for unfit in (False, True))
     assert judge(*some, failed).level == "inconclusive"
     assert judge(*some, unfit).level == "not broken"
+
+
+@pytest.mark.parametrize(("text", "share", "level"), [("learned", 0.4, "inconclusive"), ("learned", 0.6, "not broken")])
+def test_a_general_attack_that_a_budget_left_less_than_half_was_not_made(text: str, share: float, level: str) -> None:
+    made = attacked(0, LATTICE, attack=text, budget_share=share)
+    assert judge(*general(0, LATTICE, but=text), *OWN_ROWS, *SHOWN, made).level == level
+
+
+@pytest.mark.parametrize(
+    ("health", "why"),
+    [
+        ({"objective": 0.12}, "the true images fit better (0.1) than its answer (0.12)"),
+        ({"objective": 0.5}, "under-optimised, it did not reach the objective that the true images have"),
+        ({"objective": 0.95, "objective_truth": 0.9}, "suspect, its objective did not fall"),
+    ],
+)
+def test_an_attack_of_ones_own_that_misses_what_fits_better_vouches_for_nothing(
+    health: dict[str, float], why: str
+) -> None:
+    own = row(0, health=HEALTHY | {"objective_truth": 0.1} | health, defence=LATTICE, **OWN)
+    verdict = judge(*general(0, LATTICE), own, OWN_ROWS[1], *SHOWN)
+    assert verdict.level == "inconclusive"
+    assert verdict.reasons[-1].startswith(f"mine:undo does not count here: {why}")
+
+
+def test_a_verdict_says_what_it_rests_on() -> None:
+    assert judge(*UNDONE, *SHOWN).basis == (
+        f"it rests on mine:undo, which has to undo this setting as it undoes {WEAKER} (32 of 32 images).",
+    )
+    assert judge(*UNDONE).basis == ()
 
 
 def test_settings_that_make_no_other_attack_of_it_do_not_matter() -> None:

@@ -136,7 +136,7 @@ class Reconstruction:
     objectives: Tensor = _UNSET
     """[V, R] final objective of every restart."""
     initial: Tensor = _UNSET
-    """[V] the objective at the winning restart's random start, from which progress is measured."""
+    """[V] the objective at the winning restart's random start, from which progress is measured; infinite if unknown."""
     plan: tuple[int, ...] = ()
     """Rows of each chunk. The same plan gives bit-identical results."""
     trace: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
@@ -159,8 +159,9 @@ class Reconstruction:
         if unset:
             zeros = torch.zeros_like(self.objective, dtype=torch.long)
             defaults = {"iterations": zeros + 1, "restart": zeros, "objectives": self.objective[:, None]}
+            defaults["initial"] = torch.full_like(self.objective, torch.inf)
             for name in unset:
-                object.__setattr__(self, name, defaults.get(name, self.objective))
+                object.__setattr__(self, name, defaults[name])
         if not self.status:
             finite = torch.isfinite(self.objective).tolist()
             object.__setattr__(self, "status", tuple("converged" if good else "diverged" for good in finite))

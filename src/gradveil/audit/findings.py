@@ -16,6 +16,7 @@ from rich.text import Text
 
 from gradveil.audit.attack_check import PLAIN, STATES, State, coincidence, examine
 from gradveil.audit.attack_selection import ATTACKERS, canonical
+from gradveil.audit.attackers.attacker_table import is_unknown
 from gradveil.audit.attackers.run_attackers import untested
 from gradveil.audit.attackers.stopped_searches import stopped
 from gradveil.audit.baselines import baseline, risk_of
@@ -152,7 +153,7 @@ class Findings:
             yield f"{listing(dict.fromkeys(names))}: {LEVELS[level][0].lower()}. {reason}"
 
     def checks(self) -> Iterator[str]:
-        """Say what the attack check of a defence that is not broken means, where it is not a plain pass."""
+        """Say what an attack check that is no plain pass means for a defence that is not broken, and its basis."""
         names: dict[State, list[str]] = {}
         for each in self.verdicts:
             if each.level == "not broken" and each.health.state not in PLAIN:
@@ -161,6 +162,7 @@ class Findings:
             label, meaning = STATES[state]
             words = self.finished[0].words.told(meaning)
             yield f"Attack check of {listing(dict.fromkeys(some))}: {label}, which means that {words}."
+        yield from dict.fromkeys(f"{each.defence}: {words}" for each in self.verdicts for words in each.basis)
 
     @property
     def no_progress(self) -> str:
@@ -246,7 +248,8 @@ def _unseen(entry: Verdict | Gap) -> str:
     if isinstance(entry, Gap):
         return " ".join(entry.reasons)
     if entry.level in ("inconclusive", "not tested"):
-        return f"{entry.reasons[0]} {entry.warning}".strip()
+        shown = entry.reasons if is_unknown(entry.defence) else entry.reasons[:1]  # several things can be missing
+        return " ".join((*shown, entry.warning)).strip()
     leak, plain = entry.leak, entry.interval[0] > entry.baseline and 2 * entry.rate >= 1
     if leak is None or plain or not entry.leaked or leak.criterion == "recovered as trained on":
         return ""
@@ -313,7 +316,7 @@ def _plain(verdict: Verdict) -> dict[str, Any]:
         "attacker": verdict.best.attacker,
         "attack_check": verdict.health.state,
         "budget_share": verdict.best.budget_share,
-        "reasons": list(verdict.reasons),
+        "reasons": [*verdict.reasons, *verdict.basis],
     }
 
 

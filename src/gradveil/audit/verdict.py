@@ -10,7 +10,7 @@ from typing import Literal
 from gradveil.audit.attack_check import PASSED, Health, coincidence, examine, guesses, unused_rounds
 from gradveil.audit.attack_selection import ATTACKERS
 from gradveil.audit.attackers.attacker_table import is_unknown
-from gradveil.audit.attackers.unknown_defences import unopposed
+from gradveil.audit.attackers.unknown_defences import basis, unopposed
 from gradveil.audit.baselines import Test, baseline, expected_of, interval_of, risk_of, tests_by_trial
 from gradveil.audit.result_rows import Row, TrialSetting, short_names
 from gradveil.audit.threat_model import unknown_to_all
@@ -152,6 +152,8 @@ class Verdict:
     """The attack check of the quoted trial."""
     passed: tuple[str, ...]
     """The adaptive attacks that passed the attack check, and used every round that was watched."""
+    basis: tuple[str, ...]
+    """What shows that attacks of the user's own undo a defence that Gradveil does not know, in sentences."""
     sentence: str
     notes: tuple[str, ...]
     """What the number does not show; to be printed next to the sentence."""
@@ -276,6 +278,7 @@ def _judge(setting: TrialSetting, defence: str, here: Sequence[Row], unfit: Sequ
     ]
     best = max((row for _, row in strongest), key=shows)
     tests = tuple(test for each in by_trial for test in each)
+    vouching = [row for row in _adaptive(judged) if _passed(row, here) and not unused_rounds(row)]
     level, reasons = _level(judged, here, unfit, tests, max(map(_weight, tested, by_trial), default=0))
     if expected_of(best, "recovered") is None:
         reasons = (*reasons, UNKNOWN)
@@ -295,7 +298,8 @@ def _judge(setting: TrialSetting, defence: str, here: Sequence[Row], unfit: Sequ
         baseline=baseline(best),
         risk=risk_of(best),
         health=examine(best, here),
-        passed=tuple(dict.fromkeys(r.attack for r in _adaptive(judged) if _passed(r, here) and not unused_rounds(r))),
+        passed=tuple(dict.fromkeys(row.attack for row in vouching)),
+        basis=tuple(basis(vouching, here, unfit)) if level == "not broken" and is_unknown(defence) else (),
         sentence=_sentence(best, judged, len(strongest), found.get(id(best), ())),
         notes=tuple(_notes(best, mine, strongest)),
         warning=unknown_to_all(mine),

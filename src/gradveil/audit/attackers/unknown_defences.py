@@ -12,23 +12,27 @@ from gradveil.audit.attack_check import SOUND, examine
 from gradveil.audit.attack_selection import ADAPTIVE, attacks_against, make_name
 from gradveil.audit.baselines import expected_of, leaks
 from gradveil.audit.result_rows import Row
-from gradveil.core.formatting import listing
+from gradveil.core.formatting import listing, number
 from gradveil.core.text_form import bare
 
 _LEFT_OUT = (
     "Gradveil does not know what this defence does, and not all general attacks were made on it to the end. "
-    "Left out or stopped early: {}. --attack adaptive makes all; --iterations and --budget say how long."
+    "Left out or stopped early: {}. --attack adaptive makes all, or shows that one does not apply; --iterations and "
+    "--budget say how long."
 )
 _UNOPPOSED = (
-    "Gradveil does not know what this defence does, and general attacks miss what its author could undo: attack it "
-    "with code that is written against it (--attack module:Name), and in the same run a weaker setting of the defence, "
-    "behind which that code finds the examples and searches find none."
+    "General attacks miss what the author of a defence that Gradveil does not know could undo: attack it with code "
+    "that is written against it (--attack module:Name), and in the same run a weaker setting of the defence, behind "
+    "which that code finds the examples and searches find none."
 )
 _UNSHOWN = (
-    "Gradveil does not know what this defence does, and nothing shows that the code which is written against it undoes "
-    "it: that takes a weaker setting of the defence in the same run, behind which that code finds at least half of the "
-    "examples and the searches of adaptive, which undo nothing, find none: quiet noise hides nothing from these."
+    "Nothing shows that the code which is written against a defence that Gradveil does not know undoes it: that takes "
+    "a weaker setting of the defence in the same run, behind which that code finds at least half of the examples and "
+    "the searches of adaptive, which undo nothing, find none: quiet noise hides nothing from these."
 )
+
+_MOST = 0.5
+"""The share of its iterations or epochs that a budget leaves an attack at least that counts as made."""
 
 
 def unopposed(passed: Sequence[Row], seeds: set[int], here: Sequence[Row], unfit: Sequence[Row]) -> Iterator[str]:
@@ -39,18 +43,54 @@ def unopposed(passed: Sequence[Row], seeds: set[int], here: Sequence[Row], unfit
     """
     if missing := list(dict.fromkeys(text for row in passed for text in left_out(row, here, unfit))):
         yield _LEFT_OUT.format(listing(missing))
-    own = [row for row in passed if row.info.get("custom")]
-    if {row.seed for row in own if _works(row, here, unfit)} != seeds:
-        yield _UNSHOWN if {row.seed for row in own} == seeds else _UNOPPOSED
+    own = [row for row in passed if row.info.get("custom") and not _truth_fits_better(row, here)]
+    if {row.seed for row in own} != seeds:
+        yield _UNOPPOSED
+        yield from dict.fromkeys(_doubted(row, here) for row in here if _is_own(row, passed[0]) and row not in own)
+    elif {row.seed for row in own if _undone(row, here, unfit)} != seeds:
+        yield _UNSHOWN
+
+
+def basis(passed: Sequence[Row], here: Sequence[Row], unfit: Sequence[Row]) -> list[str]:
+    """Say which attacks of the user's own a verdict rests on, and what shows that they undo something."""
+    shown = ((row, _undone(row, here, unfit)) for row in passed if row.info.get("custom"))
+    return list(
+        dict.fromkeys(
+            f"it rests on {row.attack}, which has to undo this setting as it undoes {other.defence} "
+            f"({max(other.recovered, other.identifiable)} of {other.counted(other.images)})."
+            for row, other in shown
+            if other is not None
+        )
+    )
+
+
+def _is_own(row: Row, judged: Row) -> bool:
+    same = (row.defence, row.attacker) == (judged.defence, "adaptive")
+    return same and bool(row.info.get("custom")) and not row.is_control
+
+
+def _truth_fits_better(row: Row, here: Sequence[Row]) -> bool:
+    """Report whether the true examples fit better than the answer, if by too little for the attack check to object.
+
+    A longer or better search of the user's own would then find something else.
+    """
+    return examine(row, here).state == "converged"
+
+
+def _doubted(row: Row, here: Sequence[Row]) -> str:
+    """Say why an attack of the user's own does not count."""
+    found = examine(row, here)
+    end, truth = (number(row.health(name)) for name in ("objective", "objective_truth"))
+    better = f"the true {row.words.plural} fit better ({truth}) than its answer ({end}): a longer search may find them"
+    return f"{row.attack} does not count here: {better if found.state == 'converged' else found.words}."
 
 
 def left_out(row: Row, here: Sequence[Row], unfit: Sequence[Row]) -> list[str]:
     """List the attacks of `adaptive` on the defence of a row, whatever the update is, that its seed lacks.
 
-    A search that stopped early shows nothing. What learns seldom reaches the objective of the true examples, however
-    long it learns.
+    What stopped early shows nothing.
     """
-    made = [each for each in _general(row, here) if each.method != "search" or not _stopped_early(each, here)]
+    made = [each for each in _general(row, here) if not _stopped_early(each, here)]
     done = [_settings(each.attack) for each in (*made, *_general(row, unfit))]
     learns = expected_of(row, "recovered") is not None  # without public examples there is nothing to learn from
     texts = map(make_name, attacks_against([ADAPTIVE], row.defence, public=learns, kind=row.words.kind))
@@ -68,7 +108,12 @@ def _general(row: Row, rows: Sequence[Row]) -> list[Row]:
 
 
 def _stopped_early(row: Row, here: Sequence[Row]) -> bool:
-    return examine(row, here).state == "under-optimised"
+    """Report whether a search did not reach the objective of the true examples, or a budget left an attack too little.
+
+    What learns seldom reaches that objective, however long it learns.
+    """
+    short = row.method == "search" and examine(row, here).state == "under-optimised"
+    return short or (row.budget_share or 1) < _MOST
 
 
 def _settings(attack: str) -> dict[str, str]:
@@ -82,8 +127,8 @@ def _settings(attack: str) -> dict[str, str]:
     return {"": name} | {key: value for key, _, value in pairs}
 
 
-def _works(own: Row, here: Sequence[Row], unfit: Sequence[Row]) -> bool:
-    """Report whether an attack of the user's own undoes another setting of the same defence, on the same seed.
+def _undone(own: Row, here: Sequence[Row], unfit: Sequence[Row]) -> Row | None:
+    """Find the trial in which an attack of the user's own undoes another setting of the same defence, on the same seed.
 
     It finds at least half of the examples there, and searches that undo nothing find none: behind quiet noise every
     search finds them.
@@ -95,8 +140,8 @@ def _works(own: Row, here: Sequence[Row], unfit: Sequence[Row]) -> bool:
             continue
         searches = [row for row in _general(other, here) if row.method == "search" and not _undoes(row)]
         if leaks(other) and not any(map(leaks, searches)) and not left_out(other, here, unfit):
-            return True
-    return False
+            return other
+    return None
 
 
 def _undoes(row: Row) -> bool:
