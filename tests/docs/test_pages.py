@@ -74,16 +74,16 @@ def test_the_attack_of_the_page_undoes_its_defence_and_a_search_does_not():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(1024, 32), nn.Sigmoid(), nn.Linear(32, 10))
     searches = ["portfolio", "portfolio(simulated_client=naive)", 'portfolio(objective="layerwise-cosine")']
-    general = [*searches, "portfolio(undo_entries=true)", "learned(epochs=1)"]
+    general = [*searches, "portfolio(undo_entries=true)", "learned(epochs=15)"]
     result = gv.audit(
         net,
         (targets.inputs[:8], targets.targets[:8]),
         defences=[Defence(f"steps(std={std})", send=chain(steps=page["Steps"](std))) for std in (1e-4, 1)],
         attacks=[page["OffSteps"](), *general],
-        public=(public.inputs[:200], public.targets[:200]),
+        public=(public.inputs[:50], public.targets[:50]),
         mean=targets.mean,
         std=targets.std,
-        iterations=30,
+        iterations=15,
     )
     images = {(trial["defence"], trial["attack"]): trial["recovered"] for trial in result.summary()}
     assert images["steps(std=0.0001)", "off-steps"] >= 6

@@ -281,7 +281,8 @@ def audit_model(
     )
     config = resolve({**raw, "target_clients": target_clients}, names=False)
     experiment = Experiment(config, data, known, _copies(model), against, tried, loss, facts, tuple(done))
-    experiment = unobstructed(experiment)
+    words = {text for text in whole if isinstance(text, str)} - {text for text in attacks if isinstance(text, str)}
+    experiment = unobstructed(replace(experiment, expanded=frozenset(without_aim(words))))
     in_words = [attack for attack in attacks if isinstance(attack, str)]
     decisions, joins = decide(experiment, in_words), choice_of_texts(in_words, searches_first)
     if joins is not None:

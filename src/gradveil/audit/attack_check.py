@@ -148,6 +148,11 @@ def _side(row: Row) -> Literal["above", "below", "between", "unknown"]:
     return "above" if _exceeds(end, truth, 1e-4 * unit) else "between"
 
 
+def misses_truth(row: Row) -> bool:
+    """Return whether an attack stopped above the objective of the true examples: a longer one may find them."""
+    return _side(row) == "above"
+
+
 def _unit(row: Row) -> float:
     start = row.health("objective_initial")
     return 1.0 if start is None else min(abs(start), 1.0)  # squares of short updates are small everywhere

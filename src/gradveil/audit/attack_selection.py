@@ -217,6 +217,42 @@ def attacks_against(
                 yield aimed
 
 
+def general_attacks(defence: str, *, public: bool, kind: str) -> list[str]:
+    """List what `adaptive` expands to for a defence, whatever the update is; without public examples nothing learns.
+
+    >>> general_attacks("dropout", public=False, kind="images")
+    ['portfolio', 'dia']
+    """
+    return [make_name(text) for text in attacks_against([ADAPTIVE], defence, public=public, kind=kind)]
+
+
+_TELLING = ("simulated_client", "undo_entries", "objective")
+"""Settings that make two general attacks on an unknown defence different ones; lengths and weights do not."""
+
+
+def is_same_attack(one: str, other: str) -> bool:
+    """Return whether two texts are of the same attack, but for how long it runs and how it weighs.
+
+    >>> is_same_attack("portfolio", "portfolio(iterations=9, simulated_client=full)")
+    True
+    >>> is_same_attack("portfolio", "portfolio(simulated_client=naive)"), is_same_attack("portfolio", "mine:undo")
+    (False, False)
+    """
+    if one.partition("(")[0] != other.partition("(")[0]:
+        return False
+    first, second = built(one), built(other)
+    return first is not None and all(getattr(first, n, None) == getattr(second, n, None) for n in _TELLING)
+
+
+@cache
+def built(text: str) -> Attack | None:
+    """Build an attack of the catalogue; None for an object's name, or for settings that this version does not have."""
+    try:
+        return make_attack(text)
+    except GradveilError:
+        return None
+
+
 _LENGTHS = frozenset({"iterations", "epochs"})
 
 

@@ -60,6 +60,8 @@ class Experiment:
     """The trainings that measure what each defence costs in accuracy; None where it is not measured, or by `source`."""
     unfit: Mapping[tuple[int, str, str], str] = field(default_factory=dict[tuple[int, str, str], str])
     """(client, defence, attack) -> why the attack does not apply there: such trials are told, and not attacked."""
+    expanded: frozenset[str] = frozenset()
+    """The attacks of the configuration that stand for `adaptive` or `malicious`, and were not named one by one."""
     until_broken: bool = False
     """Whether searches are left out where a closed form breaks the defence: of runs whose attacks nobody named."""
 

@@ -162,7 +162,7 @@ class Findings:
             label, meaning = STATES[state]
             words = self.finished[0].words.told(meaning)
             yield f"Attack check of {listing(dict.fromkeys(some))}: {label}, which means that {words}."
-        yield from dict.fromkeys(f"{each.defence}: {words}" for each in self.verdicts for words in each.basis)
+        yield from dict.fromkeys(words for each in self.verdicts for words in each.basis)
 
     @property
     def no_progress(self) -> str:
@@ -316,7 +316,7 @@ def _plain(verdict: Verdict) -> dict[str, Any]:
         "attacker": verdict.best.attacker,
         "attack_check": verdict.health.state,
         "budget_share": verdict.best.budget_share,
-        "reasons": [*verdict.reasons, *verdict.basis],
+        "reasons": list(verdict.reasons),
     }
 
 

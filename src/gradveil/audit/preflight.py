@@ -127,7 +127,7 @@ def _spared(experiment: Experiment, each: _Meeting, attacked: set[tuple[int, str
     It can on recorded updates, and behind a defence of which nothing is known, if the attacker stands for `adaptive`;
     and of texts: there models differ in what is known of their layers, and clients in what they send.
     """
-    named = each.attack in without_aim(experiment.config.attacks)
+    named = each.attack in {*without_aim(experiment.config.attacks)} - experiment.expanded
     texts, guessed = "tokens" in experiment.space.offers, not experiment.source.simulated or is_unknown(each.defence)
     return each[:2] in attacked and (texts or (guessed and not named))
 

@@ -10,9 +10,10 @@ from typing import Literal
 from gradveil.audit.attack_check import PASSED, Health, coincidence, examine, guesses, unused_rounds
 from gradveil.audit.attack_selection import ATTACKERS
 from gradveil.audit.attackers.attacker_table import is_unknown
-from gradveil.audit.attackers.unknown_defences import basis, unopposed
+from gradveil.audit.attackers.unknown_defences import basis, missing_evidence
 from gradveil.audit.baselines import Test, baseline, expected_of, interval_of, risk_of, tests_by_trial
 from gradveil.audit.result_rows import Row, TrialSetting, short_names
+from gradveil.audit.run_directory import NEEDLESS
 from gradveil.audit.threat_model import unknown_to_all
 from gradveil.core.formatting import interval, listing, number, percent, plural, size
 from gradveil.metrics import Risk, wilson
@@ -153,7 +154,7 @@ class Verdict:
     passed: tuple[str, ...]
     """The adaptive attacks that passed the attack check, and used every round that was watched."""
     basis: tuple[str, ...]
-    """What shows that attacks of the user's own undo a defence that Gradveil does not know, in sentences."""
+    """What shows that attacks of the user's own undo a defence that Gradveil does not know: the last of the reasons."""
     sentence: str
     notes: tuple[str, ...]
     """What the number does not show; to be printed next to the sentence."""
@@ -243,11 +244,16 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     found = []
     for setting in settings:
         here = [row for row in rows if row.setting == setting and row.images]
-        unfit = [row for row in rows if row.setting == setting and row.trial.unfit]
+        unfit = [row for row in rows if row.setting == setting and row.trial.unfit and not _needless(row)]
         asked = dict.fromkeys(row.defence for row in here if not row.is_control)
         judged = [_judge(setting, name, here, unfit) for name in asked]
         found += sorted(judged, key=_order)
     return found
+
+
+def _needless(row: Row) -> bool:
+    """Report whether a trial was left out because others break the defence, and not because its attack is unfit."""
+    return str(row.trial.failed).startswith(NEEDLESS)
 
 
 def _order(verdict: Verdict) -> tuple[bool, int, float, float, float]:
@@ -280,6 +286,8 @@ def _judge(setting: TrialSetting, defence: str, here: Sequence[Row], unfit: Sequ
     tests = tuple(test for each in by_trial for test in each)
     vouching = [row for row in _adaptive(judged) if _passed(row, here) and not unused_rounds(row)]
     level, reasons = _level(judged, here, unfit, tests, max(map(_weight, tested, by_trial), default=0))
+    rests = tuple(basis(vouching, here, unfit)) if level == "not broken" and is_unknown(defence) else ()
+    reasons = (*reasons, *rests)
     if expected_of(best, "recovered") is None:
         reasons = (*reasons, UNKNOWN)
     if rare := sum((scores.get("expected") or {}).get("public") == 0 for _, _, scores in best.scores()):
@@ -299,7 +307,7 @@ def _judge(setting: TrialSetting, defence: str, here: Sequence[Row], unfit: Sequ
         risk=risk_of(best),
         health=examine(best, here),
         passed=tuple(dict.fromkeys(row.attack for row in vouching)),
-        basis=tuple(basis(vouching, here, unfit)) if level == "not broken" and is_unknown(defence) else (),
+        basis=rests,
         sentence=_sentence(best, judged, len(strongest), found.get(id(best), ())),
         notes=tuple(_notes(best, mine, strongest)),
         warning=unknown_to_all(mine),
@@ -358,7 +366,7 @@ def _level(
             f"Nothing could be tested: neither auxiliary data nor a second private {passed[0].words.noun} is there.",
         )
     seeds = {row.seed for row in judged}
-    if is_unknown(passed[0].defence) and (missing := tuple(unopposed(passed, seeds, here, unfit))):
+    if is_unknown(passed[0].defence) and (missing := tuple(missing_evidence(passed, seeds, here, unfit))):
         return "inconclusive", missing
     names = listing(dict.fromkeys(row.attack for row in passed))
     stopped = [f"The budget stopped {row.attack} at {percent(row.budget_share)}." for row in passed if row.budget_share]

@@ -8,7 +8,17 @@ from dataclasses import dataclass, replace
 
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.protocol import Attack, CanRefuse
-from gradveil.audit.attack_selection import ADAPTIVE, MALICIOUS, UNDEFENDED, has_control, undefended, without_aim
+from gradveil.audit.attack_selection import (
+    ADAPTIVE,
+    MALICIOUS,
+    UNDEFENDED,
+    general_attacks,
+    has_control,
+    is_same_attack,
+    met,
+    undefended,
+    without_aim,
+)
 from gradveil.audit.attackers.attacker_table import RULES, Rule, Server, aims_at, excludes, is_unknown, parts_of
 from gradveil.audit.attackers.update_facts import UpdateFacts
 from gradveil.audit.audit_config import RunConfig
@@ -180,14 +190,22 @@ def closed_forms(experiment: Experiment, decisions: Sequence[Decision], *, calle
                 text = experiment.space.words.told(rule.weakness)
                 yield Problem(where, f"{text}: {seen}", fix, severity="warning")
     unknown = [defence for defence in experiment.defences if is_unknown(defence)]
-    opposed, whole = any(map(users, experiment.attacks.values())), ADAPTIVE in _words(experiment.config.attacks)
-    if unknown and not (opposed and whole):
+    opposed = any(map(users, experiment.attacks.values()))
+    if unknown and not (opposed and all(_has_general(experiment, defence) for defence in unknown)):
         missing = "attacks that know" if not opposed else "some general attacks on"
         what = f"{missing} {listing(unknown)} were not made: nothing says what a defence of your own does"
         both = [ADAPTIVE, *([] if opposed else ["package:Yours"])]
         asked = f"attacks={json.dumps(both)}" if called else " ".join(f"--attack {each}" for each in both)
         why = "it may leak what these miss" if opposed else "general attacks can miss what it leaks"
         yield Problem("defences", what, f"attack it so: {asked}; {why}", "warning")
+
+
+def _has_general(experiment: Experiment, defence: str) -> bool:
+    """Return whether a run makes all general attacks on a defence, or has found that they do not apply."""
+    public, kind = experiment.public is not None, experiment.space.words.kind
+    mine = {*met(experiment.config, defence), *(attack for _, name, attack in experiment.unfit if name == defence)}
+    wanted = general_attacks(defence, public=public, kind=kind)
+    return all(any(is_same_attack(text, other) for other in mine) for text in wanted)
 
 
 def untested(warning: str) -> str:

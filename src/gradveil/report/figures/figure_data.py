@@ -186,7 +186,7 @@ def spots_of(panel: AuditPanel, trainings: Sequence[StoredTraining]) -> list[Spo
     """Return leak and costs of each defence: at its worst round of training, or with the costs of a training."""
     spots: dict[str, Spot]
     if any(row.setting.trained is not None for row in panel.rows):
-        made = charts(Findings(panel.rows).verdicts, [row.trial for row in panel.empty], {})
+        made = charts(Findings((*panel.rows, *panel.empty)).verdicts, [row.trial for row in panel.empty], {})
         spots = {spot.verdict.defence: spot for chart in made for spot in chart.worst.spots}
         spots = {n: replace(s, costs={**_update_costs(s.verdict), **s.costs}) for n, s in spots.items()}
     else:
