@@ -75,7 +75,26 @@ def test_sapag_weighs_layers_and_saturates(generator):
     torch.testing.assert_close(OBJECTIVES["sapag"](far, observed), torch.full((3,), 1.5, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("name", sorted(OBJECTIVES.keys() - {"right-angles"}))  # its updates are turned on purpose
+def test_signs_are_compared_whatever_the_sizes(generator):
+    simulated, observed = pair(generator)
+    loud = {n: v * torch.exp(9 * torch.randn(v.shape, dtype=v.dtype, generator=generator)) for n, v in observed.items()}
+    torch.testing.assert_close(OBJECTIVES["signs"](simulated, loud), OBJECTIVES["signs"](simulated, observed))
+    at_truth, opposite = (OBJECTIVES["signs"]({n: f * v for n, v in observed.items()}, loud) for f in (1, -1))
+    assert (at_truth < OBJECTIVES["signs"](simulated, loud)).all()
+    torch.testing.assert_close(at_truth + opposite, torch.full_like(at_truth, 2))
+    # What was not sent has no sign, and neither have entries that are zero.
+    half = {n: torch.where(v > 0, v, torch.zeros_like(v)) for n, v in observed.items()}
+    assert (OBJECTIVES["signs"](observed, half) < 0.5).all()
+    nothing = {n: torch.zeros_like(v) for n, v in observed.items()}
+    for sent, seen in ((nothing, observed), (observed, nothing)):
+        torch.testing.assert_close(OBJECTIVES["signs"](sent, seen), torch.ones_like(at_truth))
+    flat = {n: v.clone().requires_grad_() for n, v in simulated.items()}
+    slopes = torch.autograd.grad(OBJECTIVES["signs"](flat, loud).sum(), [*flat.values()])
+    assert all(slope.isfinite().all() and slope.abs().sum() > 0 for slope in slopes)
+
+
+# Updates are turned on purpose for the first; the second takes softer signs of what it simulates.
+@pytest.mark.parametrize("name", sorted(OBJECTIVES.keys() - {"right-angles", "signs"}))
 def test_distance_is_zero_at_the_truth_only(name, generator):
     simulated, observed = pair(generator)
     assert bool((OBJECTIVES[name](observed, observed).abs() < 1e-12).all())

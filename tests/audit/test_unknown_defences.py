@@ -264,19 +264,40 @@ class Guess:
         return Reconstruction(torch.zeros(clients, examples, *knowledge.space.shape), targets, torch.zeros(clients))
 
 
-@pytest.mark.parametrize("word", [True, False])
-def test_an_audit_from_python_makes_all_that_apply_and_does_not_ask_for_them_again(word: bool) -> None:
+UNDO = "portfolio(undo_entries=true)"
+
+
+@pytest.mark.parametrize(
+    ("asked", "unfit", "whole"),
+    [(["adaptive"], True, True), (["portfolio", UNDO], True, False), (["portfolio"], False, False)],
+)
+def test_an_audit_from_python_makes_all_that_apply_and_does_not_ask_for_them_again(
+    asked: list[Any], unfit: bool, whole: bool
+) -> None:
     splits = load("digits")
     inputs, targets = splits.private.inputs[:2, :, ::4, ::4], splits.private.targets[:2]
-    attacks: list[Any] = ["adaptive" if word else "portfolio", Guess()]
     result = gradveil.audit(
         nn.Sequential(nn.Flatten(), nn.Linear(64, 10)),
         (inputs, targets),
         defences=[Defence("loud", send=chain(loud=Loud(10.0)))],
-        attacks=attacks,
+        attacks=[*asked, Guess()],
         public=(splits.public.inputs[:40, :, ::4, ::4], splits.public.targets[:40]),
         iterations=2,
     )
     states = {trial.info["attack"]: trial.unfit for trial in result.trials if trial.info["defence"] == "loud"}
-    assert states.get("portfolio(undo_entries=true)", False) is word
-    assert any("some general attacks on loud were not made" in each for each in result.warnings) is not word
+    assert states.get(UNDO, False) is unfit
+    assert any("some general attacks on loud were not made" in each for each in result.warnings) is not whole
+
+
+def test_noise_of_any_size_is_recorded_and_read() -> None:
+    splits = load("digits")
+    result = gradveil.audit(
+        nn.Sequential(nn.Flatten(), nn.Linear(64, 10)),
+        (splits.private.inputs[:1, :, ::4, ::4], splits.private.targets[:1]),
+        defences=[Defence("loud", send=chain(loud=Loud(1e18)))],
+        attacks=["ig(iterations=1)"],
+        control=False,
+    )
+    (trial,) = result.trials
+    assert trial.failed is None
+    assert trial.info["distance"] > 1e15

@@ -23,6 +23,7 @@ UNKNOWN = [
     "portfolio(simulated_client=naive)",
     "portfolio(undo_entries=true)",
     'portfolio(objective="layerwise-cosine")',
+    'portfolio(objective="signs")',
 ]
 
 

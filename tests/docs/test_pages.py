@@ -74,6 +74,7 @@ def test_the_attack_of_the_page_undoes_its_defence_and_a_search_does_not():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(1024, 32), nn.Sigmoid(), nn.Linear(32, 10))
     searches = ["portfolio", "portfolio(simulated_client=naive)", 'portfolio(objective="layerwise-cosine")']
+    searches += ['portfolio(objective="signs")']
     general = [*searches, "portfolio(undo_entries=true)", "learned(epochs=15)"]
     result = gv.audit(
         net,

@@ -18,6 +18,8 @@ from gradveil.audit.attack_selection import (
     UNDEFENDED,
     WORDS,
     control_attacks,
+    general_attacks,
+    is_same_attack,
     met,
     nothing_to_try,
     pairs,
@@ -124,10 +126,14 @@ def _unfit_controls(experiment: Experiment) -> dict[tuple[int, str, str], str]:
 def _spared(experiment: Experiment, each: _Meeting, attacked: set[tuple[int, str]]) -> bool:
     """Report whether a run continues where an attacker does not apply, as long as others are left.
 
-    It can on recorded updates, and behind a defence of which nothing is known, if the attacker stands for `adaptive`;
-    and of texts: there models differ in what is known of their layers, and clients in what they send.
+    It can on recorded updates, and behind a defence of which nothing is known, if the attacker stands for `adaptive`
+    or is one of those that a verdict on such a defence needs; and of texts: there models differ in what is known of
+    their layers, and clients in what they send.
     """
     named = each.attack in {*without_aim(experiment.config.attacks)} - experiment.expanded
+    if named and is_unknown(each.defence):
+        general = general_attacks(each.defence, public=True, kind=experiment.space.words.kind)
+        named = not any(is_same_attack(text, each.attack) for text in general)
     texts, guessed = "tokens" in experiment.space.offers, not experiment.source.simulated or is_unknown(each.defence)
     return each[:2] in attacked and (texts or (guessed and not named))
 

@@ -153,7 +153,7 @@ class _Bound(StoredPart):
 class _RecoveryBound(StoredPart):
     of: Literal["watched", "planned"]
     unit: str
-    noise: Amount
+    noise: Annotated[float, Field(ge=0)]
     releases: Count
     rate: Share
     guess: Share | None
@@ -209,7 +209,7 @@ class _Finished(_Address):
     row_iterations: Count | None = None
     seconds: Amount | None = None
     iterations_per_second: Amount | None = None
-    distance: Amount | None = None
+    distance: Annotated[float, Field(ge=0)] | None = None  # loud noise moves an update as far as numbers go
     cosine: float | None = None
     first_order_utility: float | None = None
     second_order_utility: float | None = None

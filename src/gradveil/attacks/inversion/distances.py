@@ -99,6 +99,25 @@ def right_angles(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]
     return _total(parts) / len(observed)
 
 
+def signs(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
+    """Mean over the layers of 1 - the agreement of signs, over the entries that were sent.
+
+    Noise that multiplies entries, or is loud for some of them, hides their sizes and not all of their signs. A
+    simulated entry has the sign s / (|s| + r), whose slope is not zero; r is a tenth of the layer's root mean square.
+    """
+    return _total(_disagreement(simulated[n].flatten(1), observed[n].flatten(1)) for n in observed) / len(observed)
+
+
+def _disagreement(simulated: Tensor, observed: Tensor) -> Tensor:
+    soft = _SOFT * root(simulated.square().mean(1, keepdim=True)) + torch.finfo(simulated.dtype).tiny
+    agreed = (observed.sign() * simulated / (simulated.abs() + soft)).sum(1)
+    return 1 - agreed / (observed != 0).sum(1).clamp_min(1)
+
+
+_SOFT = 0.1
+"""Size at which a simulated entry has half of its sign, as a share of its layer's root mean square."""
+
+
 OBJECTIVES: dict[str, Distance] = {
     "l2": l2,
     "l2-and-norm": l2_and_norm,
@@ -107,6 +126,7 @@ OBJECTIVES: dict[str, Distance] = {
     "layerwise-cosine": layerwise_cosine,
     "tokenwise-cosine": tokenwise_cosine,
     "sapag": sapag,
+    "signs": signs,
     "right-angles": right_angles,
 }
 """The distances by their names in presets and run files."""

@@ -131,8 +131,10 @@ RULES: tuple[Rule, ...] = (
             "portfolio(simulated_client=naive)",
             "portfolio(undo_entries=true)",
             'portfolio(objective="layerwise-cosine")',
+            'portfolio(objective="signs")',
         ),
-        "nothing says what the defence does: it is ignored, its map of entries is undone, or layers are weighed alike",
+        "nothing says what the defence does: it is ignored, its map of entries is undone, layers are weighed alike, or "
+        "signs are compared, which loud noise on sizes leaves",
         defence="is unknown",
     ),
     Rule(
@@ -345,7 +347,7 @@ def aimed_by(server: Server, defence: str | DefenceEntry, kind: str | None = Non
     `kind` is that of the examples: without it, images, or what an entry is for.
 
     >>> aimed_by("curious", "dropout"), len(aimed_by("curious", "dropout + what an object is called"))
-    (['portfolio', 'learned', 'dia'], 6)
+    (['portfolio', 'learned', 'dia'], 7)
     >>> aimed_by("malicious", "dropout")[0], len(aimed_by("malicious", "dgp")) - len(aimed_by("malicious", "dropout"))
     ('rob(bins=512)', 2)
     """
