@@ -154,7 +154,7 @@ class Verdict:
     passed: tuple[str, ...]
     """The adaptive attacks that passed the attack check, and used every round that was watched."""
     basis: tuple[str, ...]
-    """What shows that attacks of the user's own undo a defence that Gradveil does not know: the last of the reasons."""
+    """What shows that attacks of the user's own undo a defence that Gradveil does not know; in the reasons too."""
     sentence: str
     notes: tuple[str, ...]
     """What the number does not show; to be printed next to the sentence."""

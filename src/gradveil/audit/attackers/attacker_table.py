@@ -134,7 +134,7 @@ RULES: tuple[Rule, ...] = (
             'portfolio(objective="signs")',
         ),
         "nothing says what the defence does: it is ignored, its map of entries is undone, layers are weighed alike, or "
-        "signs are compared, which loud noise on sizes leaves",
+        "signs are compared, which factors on entries leave as they are",
         defence="is unknown",
     ),
     Rule(
