@@ -88,9 +88,12 @@ def test_signs_are_compared_whatever_the_sizes(generator):
     nothing = {n: torch.zeros_like(v) for n, v in observed.items()}
     for sent, seen in ((nothing, observed), (observed, nothing)):
         torch.testing.assert_close(OBJECTIVES["signs"](sent, seen), torch.ones_like(at_truth))
-    flat = {n: v.clone().requires_grad_() for n, v in simulated.items()}
-    slopes = torch.autograd.grad(OBJECTIVES["signs"](flat, loud).sum(), [*flat.values()])
-    assert all(slope.isfinite().all() and slope.abs().sum() > 0 for slope in slopes)
+    for start in (simulated, nothing):
+        flat = {n: v.float().requires_grad_() for n, v in start.items()}
+        slopes = torch.autograd.grad(OBJECTIVES["signs"](flat, loud).sum(), [*flat.values()])
+        assert all(slope.isfinite().all() and 0 < slope.abs().max() < 1e21 for slope in slopes)
+    broken = {n: torch.full_like(v, torch.nan) for n, v in observed.items()}
+    assert OBJECTIVES["signs"](simulated, broken).isnan().all()
 
 
 # Updates are turned on purpose for the first; the second takes softer signs of what it simulates.

@@ -109,8 +109,9 @@ def signs(simulated: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Te
 
 
 def _disagreement(simulated: Tensor, observed: Tensor) -> Tensor:
-    soft = _SOFT * root(simulated.square().mean(1, keepdim=True)) + torch.finfo(simulated.dtype).tiny
-    agreed = (observed.sign() * simulated / (simulated.abs() + soft)).sum(1)
+    soft = _SOFT * root(simulated.square().mean(1, keepdim=True)) + 1e-20  # where nothing is simulated
+    sent = torch.where(observed.isnan(), observed, observed.sign())  # no number has no sign, and must not pass for 0
+    agreed = (sent * simulated / (simulated.abs() + soft)).sum(1)
     return 1 - agreed / (observed != 0).sum(1).clamp_min(1)
 
 
