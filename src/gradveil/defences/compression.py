@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -10,17 +10,17 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Normal, Uniform
+from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Uniform
 from gradveil.core.settings import Bound, Checked, Count, Kept, Range, Share
 from gradveil.core.tree import Tensors, counter, peak, plain, select, straight_through, tmap, under
-from gradveil.core.types import Context, Multiplier, Stage, Transform
+from gradveil.core.types import Context, DrawsEntries, Multiplier, Stage, Transform
 from gradveil.defences.entry import PRUNED, DefenceEntry
 from gradveil.defences.pruning import Pruning, Ratio, as_written, share, smallest_mask
 from gradveil.gradients.fused import in_blocks
 
 
 @dataclass(frozen=True)
-class MinMax(Checked, Pruning):
+class MinMax(Checked, Pruning, DrawsEntries):
     """Keep each layer's k entries of largest w = (1/u - 1) g^2 and send g + C/g, C the (k+1)-th largest w.
 
     u ~ U[0, 1) is named like its parameter, k = P - floor(ratio * P) of P entries. Given the other entries one is
@@ -68,11 +68,42 @@ class MinMax(Checked, Pruning):
         """Read the masks off the support, if it is still there: an entry rounded to zero would pass for C."""
         return super().evidence(sent, exact) if exact else {}
 
+    def surprise(self, update: Mapping[str, Tensor], sent: Mapping[str, Tensor], width: float) -> Tensors:
+        """Return -log of the probability g^2 / (g^2 + C) of what is sent, and of C / (g^2 + C) where nothing is.
+
+        v = g + C/g has two roots, of which one is above sqrt(C). The smallest magnitude is about 2 sqrt(C). A value
+        counts as sent if it is as near to a root as three widths, in units of sqrt(C).
+        """
+        return {name: self._surprise(update[name].flatten(1), value.flatten(1), width) for name, value in sent.items()}
+
+    def _surprise(self, value: Tensor, sent: Tensor, width: float) -> Tensor:
+        size = sent.abs()
+        root = _least(size) / 2
+        along = value * sent.sign() / root
+        shown = size / root
+        large = ((shown + (shown.square() - 4).clamp_min(0).sqrt()) / 2).clamp_min(1.0)
+        kept, scale = torch.log1p(large.square()), 2 * (3 * width) ** 2
+        of_large = 2 * large.log() - kept - (along - large).square() / scale
+        of_small = -2 * large.log() - kept - (along - 1 / large).square() / scale
+        return torch.where(size > 0, -torch.logaddexp(of_large, of_small), torch.log1p((value / root).square()))
+
     def multiplier(
         self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
     ) -> Multiplier | None:
         """Return None: what is kept is enlarged as well, by more than one number."""
         return None
+
+
+def _least(size: Tensor) -> Tensor:
+    """Return the smallest magnitude [N, 1] of each layer [N, P] that is not zero, and one where all are."""
+    least = torch.where(size > 0, size, torch.inf).amin(1, keepdim=True)
+    return torch.where(least.isfinite(), least, torch.ones_like(least))
+
+
+def _minus_log(probability: Tensor, least: float) -> Tensor:
+    """Return -log of a probability, and below the least one what its tangent there is."""
+    below = -math.log(least) + (least - probability) / least
+    return torch.where(probability > least, -probability.clamp_min(least).log(), below)
 
 
 def _weight(value: Tensor, u: Tensor) -> Tensor:
@@ -88,44 +119,12 @@ def _enlarged(value: Tensor, weight: Tensor, kept: Tensor) -> Tensor:
     return torch.where(there, value + left / safe, torch.zeros_like(value))
 
 
-_ROUNDING = 1e-5
-"""Intervals are wider by this share of a level, more than arithmetic in float32 is wrong by."""
 Level = Annotated[Literal["l2", "max"], "A layer's largest level: its norm, or its largest magnitude."]
 Clipped = Annotated[Bound, "Limit of magnitudes before they are rounded, in root mean squares of their layer."]
 
 
-class Rounding(Transform):
-    """Base of transforms that round: a sent entry gives the interval that it was rounded from.
-
-    What was sent is an intermediate `sent.<parameter>`. Where it is pinned, an entry within the interval that may be
-    rounded to it comes out as what was sent, any other as that plus what lies outside: so an attacker is
-    not charged for what the rounding may have done.
-    """
-
-    stage: ClassVar[Stage] = Stage.QUANTISE
-
-    def intermediates(self, params: Mapping[str, Tensor]) -> NoiseSpec:
-        """Declare what was sent, which may be pinned."""
-        own = {name: Noise(tuple(p.shape), Normal(), dtype=p.dtype) for name, p in params.items()}
-        return NoiseSpec(own).under("sent")
-
-    def evidence(self, sent: Mapping[str, Tensor], exact: bool = True) -> Tensors:
-        """Return what was sent, as it is; nothing where a later transform changed it."""
-        return under("sent", sent) if exact else {}
-
-    @abstractmethod
-    def interval(self, sent: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the smallest and the largest entries that may be rounded to what was sent."""
-
-    def charged(self, value: Tensor, sent: Tensor) -> Tensor:
-        """Add to what was sent by how much an entry lies outside of its interval."""
-        low, high = self.interval(sent)
-        # Within the interval this is what was sent, with the slope of the value.
-        return sent + (value - torch.minimum(torch.maximum(value.detach(), low), high))
-
-
 @dataclass(frozen=True)
-class Sign(Checked, Rounding):
+class Sign(Checked, Transform):
     """Send sign(g) times the mean of |g| in each layer (Bernstein et al. 2018; with the scale Karimireddy et al. 2019).
 
     The exact derivative is zero. An attacker's is that of g / (|g| + mean |g|), times the scale: an entry that is
@@ -136,23 +135,13 @@ class Sign(Checked, Rounding):
 
     scale: Annotated[Literal["mean", "unit"], "Factor of the signs: the mean magnitude of their layer, or 1."] = "mean"
     label: ClassVar[str] = "sign"
+    stage: ClassVar[Stage] = Stage.QUANTISE
 
     def apply(
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
         """Replace every entry by its sign, zero by zero."""
-        seen = select(noise, "sent")
-        return {n: self._compared(v, seen[n]) if n in seen else self._signs(v) for n, v in update.items()}, state
-
-    def interval(self, sent: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the half line of each sign; zero was zero."""
-        none = torch.zeros_like(sent)
-        return torch.where(sent < 0, -torch.inf, none), torch.where(sent > 0, torch.inf, none)
-
-    def _compared(self, value: Tensor, sent: Tensor) -> Tensor:
-        """Bring a layer to the mean magnitude that was sent: an update near zero explains no sign."""
-        mean = value.abs().mean()
-        return self.charged(value * (peak(sent.abs()) / torch.where(mean > 0, mean, 1.0)), sent)
+        return tmap(self._signs, update), state
 
     def _signs(self, value: Tensor) -> Tensor:
         fixed = value.detach()
@@ -163,7 +152,7 @@ class Sign(Checked, Rounding):
 
 
 @dataclass(frozen=True)
-class Quantise(Checked, Rounding):
+class Quantise(Checked, Transform, DrawsEntries):
     """Round |g| at random to one of 0, s/L, 2s/L, ..., s, so that the mean is g (Alistarh et al. 2017, QSGD).
 
     s is the layer's Euclidean norm or its largest magnitude, L = `levels`. An entry between two levels is rounded up
@@ -183,6 +172,7 @@ class Quantise(Checked, Rounding):
     scale: Level = "l2"
     clip: Clipped = float("inf")
     label: ClassVar[str] = "quantise"
+    stage: ClassVar[Stage] = Stage.QUANTISE
     shows_zeros: ClassVar[bool] = True
 
     def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
@@ -193,28 +183,29 @@ class Quantise(Checked, Rounding):
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
         """Round every entry to a level."""
-        seen = select(noise, "sent")
-        return {
-            name: self.charged(value, seen[name]) if name in seen else self._rounded(value, noise[name])
-            for name, value in update.items()
-        }, state
+        return {name: self._rounded(value, noise[name]) for name, value in update.items()}, state
 
-    def interval(self, sent: Tensor) -> tuple[Tensor, Tensor]:
-        """Return one level less and one level more, of the same sign; what the clip may have cut has no upper end.
+    def surprise(self, update: Mapping[str, Tensor], sent: Mapping[str, Tensor], width: float) -> Tensors:
+        """Return -log of the rounding's probabilities: one less the distance to the level, in levels.
 
-        A level is the smallest magnitude of the layer: where that is several levels, the interval is only wider.
+        The smallest magnitude of a layer is taken for one level. Where it is several, the law is only wider.
         """
+        return {name: self._surprise(update[name].flatten(1), value.flatten(1), width) for name, value in sent.items()}
+
+    def _surprise(self, value: Tensor, sent: Tensor, width: float) -> Tensor:
         size = sent.abs()
-        # Minus the largest of the negative magnitudes: the smallest magnitude that is not zero.
-        level, top = -peak(torch.where(size > 0, -size, -torch.inf)) * (1 + _ROUNDING), peak(size)
-        low, high = size - level, size + level
-        if self.scale == "max":
-            high = torch.minimum(high, torch.where(top > 0, top * (1 + _ROUNDING), torch.inf))
+        level = _least(size)
+        # One level less than the largest that a layer sends may be of entries without a limit.
+        far = (value / level - sent / level).abs()
         if self.clip < float("inf"):
-            # A cut entry is at the top where s is the largest magnitude. With the norm it may have been rounded one
-            # level down.
-            high = torch.where(size >= (top if self.scale == "max" else top - level), torch.inf, high)
-        return torch.where(sent < 0, -high, low), torch.where(sent < 0, -low, high)
+            short = (size - value * sent.sign()) / level
+            highest = size.amax(1, keepdim=True) - (level / 2 if self.scale == "max" else 1.5 * level)
+            far = torch.where(size >= highest, short.clamp_min(0), far)
+        soft = width * (size / level).mean(1, keepdim=True).clamp_max(1)
+        near = 1 - far
+        likely = (near + (near.square() + soft.square()).sqrt()) / 2
+        left_out = 1 - ((value / level).square() + soft.square()).sqrt()
+        return torch.where(size > 0, _minus_log(likely, 1e-4), _minus_log(left_out, 0.03))
 
     def _rounded(self, value: Tensor, u: Tensor) -> Tensor:
         if self.clip < float("inf"):
@@ -358,6 +349,7 @@ COMPRESSING = (
         changes=("send",),
         cost="a random number an entry; 2% of the bytes",
         citation="Wen et al. 2017, TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning",
+        traits=("draws entries",),
     ),
     DefenceEntry(
         name="quantise",
@@ -367,7 +359,7 @@ COMPRESSING = (
         changes=("send",),
         cost="a random number an entry; 7% of the bytes",
         citation="Alistarh et al. 2017, QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
-        traits=("rounds to levels",),
+        traits=("draws entries",),
     ),
     DefenceEntry(
         name="minmax",
@@ -377,6 +369,7 @@ COMPRESSING = (
         changes=("send",),
         cost="a random number an entry; 22% of the bytes at ratio=0.8",
         citation="MinMax sampling, as Yang et al. 2023 (GLAUS) attack it",
+        traits=("draws entries",),
         identity={"ratio": 0.0},
     ),
     DefenceEntry(
