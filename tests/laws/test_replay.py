@@ -92,6 +92,15 @@ def test_what_draws_entries_finds_them_likeliest_at_the_truth(text: str):
         -truth,
     ]
     assert all(surprise(truth) < surprise(other) for other in others)
+    tried = (truth[:200] + 0.1).requires_grad_()
+
+    def whole(value: torch.Tensor) -> torch.Tensor:
+        return send.surprise({"w": value[None]}, {"w": sent[None, :200]}, 0.3)["w"].sum()
+
+    (slope,) = torch.autograd.grad(whole(tried), tried)
+    step = 1e-6 * torch.randn(200, generator=generator, dtype=torch.float64)
+    moved = whole(tried.detach() + step) - whole(tried.detach() - step)
+    torch.testing.assert_close(2 * (slope * step).sum(), moved, rtol=1e-4, atol=1e-12)
 
 
 def test_pinned_clip_factor_is_used():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Uniform
 from gradveil.core.settings import Bound, Checked, Count, Kept, Range, Share
@@ -77,15 +78,20 @@ class MinMax(Checked, Pruning, DrawsEntries):
         return {name: self._surprise(update[name].flatten(1), value.flatten(1), width) for name, value in sent.items()}
 
     def _surprise(self, value: Tensor, sent: Tensor, width: float) -> Tensor:
-        size = sent.abs()
+        size, sign, scale = sent.abs(), sent.sign(), (3 * width) ** 2
         root = _least(size) / 2
-        along = value * sent.sign() / root
-        shown = size / root
+        own, shown = value.detach() / root, size / root
         large = ((shown + (shown.square() - 4).clamp_min(0).sqrt()) / 2).clamp_min(1.0)
-        kept, scale = torch.log1p(large.square()), 2 * (3 * width) ** 2
-        of_large = 2 * large.log() - kept - (along - large).square() / scale
-        of_small = -2 * large.log() - kept - (along - 1 / large).square() / scale
-        return torch.where(size > 0, -torch.logaddexp(of_large, of_small), torch.log1p((value / root).square()))
+        above, below = own * sign - large, own * sign - 1 / large
+        odds = 2 * large.log()
+        of_large, of_small = odds - above.square() / (2 * scale), -odds - below.square() / (2 * scale)
+        kept = torch.logaddexp(of_large, of_small)
+        share = (of_large - kept).exp()
+        slope = (share * above + (1 - share) * below) * sign / scale
+        square = own.square()
+        there = size > 0
+        unlikely = torch.where(there, torch.log1p(large.square()) - kept, torch.log1p(square))
+        return WithSlope.apply(value, unlikely, torch.where(there, slope, 2 * own / (1 + square)) / root)
 
     def multiplier(
         self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
@@ -100,10 +106,24 @@ def _least(size: Tensor) -> Tensor:
     return torch.where(least.isfinite(), least, torch.ones_like(least))
 
 
-def _minus_log(probability: Tensor, least: float) -> Tensor:
-    """Return -log of a probability, and below the least one what its tangent there is."""
-    below = -math.log(least) + (least - probability) / least
-    return torch.where(probability > least, -probability.clamp_min(least).log(), below)
+class WithSlope(Function):
+    """A function of single entries whose values and derivatives are computed together, in few passes."""
+
+    @staticmethod
+    def forward(ctx: Any, at: Tensor, values: Tensor, slopes: Tensor) -> Tensor:
+        """Return the values."""
+        ctx.save_for_backward(slopes)
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *uppers: Tensor) -> tuple[Tensor, None, None]:
+        """Multiply by the derivatives."""
+        return uppers[0] * ctx.saved_tensors[0], None, None
+
+
+_UNLIKELY = 0.03
+"""About twice the smallest probability of an entry that was left out."""
 
 
 def _weight(value: Tensor, u: Tensor) -> Tensor:
@@ -195,17 +215,19 @@ class Quantise(Checked, Transform, DrawsEntries):
     def _surprise(self, value: Tensor, sent: Tensor, width: float) -> Tensor:
         size = sent.abs()
         level = _least(size)
-        # One level less than the largest that a layer sends may be of entries without a limit.
-        far = (value / level - sent / level).abs()
+        there, levels = size > 0, sent / level
+        away = value.detach() / level - levels
         if self.clip < float("inf"):
-            short = (size - value * sent.sign()) / level
-            highest = size.amax(1, keepdim=True) - (level / 2 if self.scale == "max" else 1.5 * level)
-            far = torch.where(size >= highest, short.clamp_min(0), far)
-        soft = width * (size / level).mean(1, keepdim=True).clamp_max(1)
-        near = 1 - far
-        likely = (near + (near.square() + soft.square()).sqrt()) / 2
-        left_out = 1 - ((value / level).square() + soft.square()).sqrt()
-        return torch.where(size > 0, _minus_log(likely, 1e-4), _minus_log(left_out, 0.03))
+            # The clip may have cut what is at the top; with the norm it may have been rounded one level down.
+            cut = levels.abs() >= levels.abs().amax(1, keepdim=True) - (0.5 if self.scale == "max" else 1.5)
+            away = torch.where(cut & (away * sent > 0), 0, away)
+        soft = width * levels.abs().mean(1, keepdim=True).clamp_max(1)
+        distance = (away.square() + torch.where(there, 0, soft).square()).sqrt().clamp_min(1e-12)
+        near, least = 1 - distance, torch.where(there, soft, _UNLIKELY)
+        root = (near.square() + least.square()).sqrt()
+        # Twice the probability, smoothed: never zero, and without cancellation where it is small.
+        likely = torch.where(near > 0, near + root, least.square() / (root - near))
+        return WithSlope.apply(value, -(likely / 2).log(), away / (distance * root * level))
 
     def _rounded(self, value: Tensor, u: Tensor) -> Tensor:
         if self.clip < float("inf"):

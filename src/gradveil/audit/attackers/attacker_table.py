@@ -159,7 +159,7 @@ RULES: tuple[Rule, ...] = (
         defence="zeros the largest",
     ),
     Rule(
-        ("portfolio(objective=likelihood)",),
+        ("portfolio(objective=likelihood, tv=0.1)",),
         "how likely an entry is sent as it was is known, and zeros say that it was small",
         defence="draws entries",
     ),
