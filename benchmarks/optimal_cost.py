@@ -4,10 +4,10 @@
 
 The small CNN, batches of 64 images. *Cost* is that of ten rounds in units of ten undefended gradients, noise drawn
 included: all settings take turns in one process with one thread, a ratio is taken within a turn, shown is the median.
-*Loss* is `theory.utility.privacy_loss`: by how much the noise tells more of the images than the optimal noise of the
-same second-order utility, whose row norms are known (2,560 directions); the mean over ten rounds of SGD on fresh
-batches, from untrained weights and after 100 and 600 steps of Adam. A round's weights and batches are the same for all
-settings. Last, ten directions of a batch at once are compared with ten forward-mode passes, one after the other.
+*Loss* is `theory.first_order_utility.privacy_loss`: by how much the noise tells more of the images than the optimal
+noise of the same second-order utility, whose row norms are known (2,560 directions); the mean over ten rounds of SGD
+on fresh batches, from untrained weights and after 100 and 600 steps of Adam. All settings have a round's weights and
+batches. Last, ten directions of a batch at once are compared with ten forward-mode passes, one after the other.
 """
 
 from __future__ import annotations

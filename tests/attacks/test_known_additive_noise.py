@@ -103,7 +103,7 @@ def test_subtraction_by_a_non_adaptive_attack_raises():
 
 
 @pytest.mark.parametrize(
-    "setting", ["additive=told", "additive=optimised", "rounding=interval", "pruned=ordered", "whiten=true"]
+    "setting", ["additive=told", "additive=optimised", "objective=likelihood", "pruned=ordered", "whiten=true"]
 )
 def test_settings_about_an_ignored_defence_raise(setting):
     with pytest.raises(GradveilError, match=f"{setting}: is about a defence"):

@@ -11,7 +11,7 @@ from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.inversion.inversion_settings import Variant
 from gradveil.attacks.inversion.optimisers import Adam
-from gradveil.attacks.inversion.rehearsal import effort, iterations_within, other_length
+from gradveil.attacks.inversion.rehearsal import effort, further, iterations_within
 from gradveil.attacks.knowledge import Known
 from gradveil.attacks.protocol import Progress
 from gradveil.core.errors import GradveilError
@@ -105,33 +105,53 @@ def test_rehearsals_fit_into_the_budget() -> None:
         assert 0.9 * rows <= iterations * targets + 4 * clients * of_each <= rows
 
 
-def test_behind_added_noise_another_length_is_tried_on_the_first_clients() -> None:
+def test_behind_added_noise_other_lengths_are_tried_on_the_first_clients() -> None:
     attack, scene = attacks(tiny(target_clients=4), public=6)
     assert len(scores(scene, attack)) == 2
     noisy = replace(scene, client=parse("gaussian(0.01)")(scene.client, Key(0)))
-    idle, sound, *lengths = scores(noisy, attack)
+    idle, sound, clients, *finals = scores(noisy, attack)
     assert sound > idle
-    assert (lengths[0], lengths[1], lengths[3]) == (1, 150, 200)
+    assert (clients, finals[:2], finals[3:5]) == (1, [1, 150], [1, 200])
     seen = list[Progress]()
     found = attack([noisy.observation], noisy.client, noisy.knowledge, Key(3), seen.append)
-    length = int(found.remarks[-1].words.partition("), for ")[2].partition(" iterations (150: ")[0])
+    length = int(found.remarks[-1].words.partition(" for ")[2].partition(" iterations")[0])
     assert seen[-1].row_budget == 2 * 3 * 150 + 200 + 4 * length
+
+
+def test_where_rehearsals_are_short_the_two_best_are_tried_for_longer() -> None:
+    attack, scene = attacks(tiny(target_clients=4), public=6)
+    longer = replace(attack, descent=replace(attack.descent, iterations=700))
+    *_, clients, first, rehearsed, _, one, middle, _, other, again, _ = scores(scene, longer)
+    assert (clients, first, rehearsed, middle, again, {one, other}) == (1, 1, 150, 324, 324, {0, 1})
+    seen = list[Progress]()
+    longer([scene.observation], scene.client, scene.knowledge, Key(3), seen.append)
+    assert seen[-1].row_budget == 2 * 3 * 150 + 2 * 324 + 4 * 700
 
 
 def test_a_search_stops_early_only_if_that_finds_clearly_more() -> None:
     attack = make_attack("portfolio(iterations=1000)")
     tried = (600, 500, 400, 300)
-    for lengths, expected in (((), 1000), ((1, 150, 690, 1000, 630), 150), ((1, 150, 690, 1000, 670), 1000)):
-        assert attack.chosen((*tried, *lengths))[0].descent.iterations == expected
+    for finals, place, length in (
+        ((), 0, 1000),
+        ((1, 0, 150, 690, 0, 1000, 630), 0, 150),
+        ((1, 0, 150, 690, 0, 1000, 670), 0, 1000),
+        ((1, 0, 150, 520, 0, 387, 690, 1, 387, 500, 0, 1000, 400), 0, 387),
+        ((1, 0, 150, 700, 0, 387, 500, 1, 387, 690, 1, 1000, 400), 1, 387),
+        ((1, 0, 150, 700, 0, 387, 500, 1, 387, 600), 1, 1000),
+    ):
+        found = attack.chosen((*tried, *finals))[0]
+        assert (found.tv, found.tv_end) == (attack.variants[place].tv, attack.variants[place].tv_end)
+        assert found.descent.iterations == length
 
 
 def test_rehearsals_behind_noise_fit_into_the_budget() -> None:
     for rows, targets in ((2000, 1), (4000, 4), (64_000, 32), (200_000, 64)):
         iterations = iterations_within(rows, targets, 4, noisy=True)
         clients, of_each = effort(iterations, targets, 4)
-        few, length = other_length(iterations, targets, 4)
-        assert few * length <= 0.25 * targets * iterations
-        assert 0.85 * rows <= iterations * targets + 4 * clients * of_each + few * length <= rows
+        few, finals = further(iterations, targets, 4, noisy=True)
+        more = few * sum(count * length for count, length in finals)
+        assert more <= 0.45 * targets * iterations
+        assert 0.85 * rows <= iterations * targets + 4 * clients * of_each + more <= rows
 
 
 def test_rehearsals_take_a_quarter_of_the_attack_and_at_most_its_length() -> None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from gradveil.attacks.attack_catalogue import make_attack
+from gradveil.attacks.protocol import Prospect
+from gradveil.core.errors import GradveilError
 from gradveil.core.noise import Key
 from gradveil.defences import feature_hiding, parse
 from tests.attacks.small_experiments import pictures, psnr
@@ -47,12 +49,31 @@ def test_attack_without_draws_compares_the_mean(defence: str):
     torch.testing.assert_close(result["cdia"].inputs, result["ig-scheliga"].inputs, rtol=1e-3, atol=1e-3)
 
 
-def test_attack_with_intervals_recovers_more_from_coarse_levels():
-    """With few levels what lies outside of the intervals says more than the distance from the mean."""
-    experiment, result = defended("quantise(bits=3)", 40, ("cdia", "cdia(rounding=interval)"), target_clients=6)
+@pytest.mark.parametrize("defence", ["ternary", "minmax(ratio=0.9)", "quantise(bits=3, scale=max)"])
+def test_attack_by_the_law_of_what_is_sent_recovers_more(defence: str):
+    """An angle weighs all entries alike, and does not know that a zero was probably small."""
+    attacks = ("portfolio(tv=0.1)", "portfolio(tv=0.1, objective=likelihood)")
+    experiment, result = defended(defence, 150, attacks, target_clients=6)
     lower, upper = experiment.knowledge.space.bounds(experiment.truth.inputs)
-    mean, law = (psnr(f.inputs, experiment.truth.inputs, lower, upper).mean() for f in result.values())
-    assert law > mean + 0.1, (mean, law)
+    angle, law = (psnr(f.inputs, experiment.truth.inputs, lower, upper).mean() for f in result.values())
+    assert law > angle + 0.1, (law, angle)
+
+
+def test_a_likelihood_needs_one_client_that_draws_what_it_sends():
+    attack = make_attack("portfolio(objective=likelihood)")
+    client = pictures("scheliga-cnn", "digits", 1).client
+
+    def refused(text: str, members: int = 1) -> bool:
+        defended_client = replace(parse(text)(client), members=members)
+        return any(
+            "entry by entry" in p.what for p in attack.problems(Prospect(defended_client, (1, 16, 16), 1, 10, 0))
+        )
+
+    assert not any(map(refused, ("ternary", "prune(0.5) + ternary")))
+    assert all(map(refused, ("none", "prune(0.5)")))
+    assert refused("ternary", members=2)
+    with pytest.raises(GradveilError, match="as whiten, surrogate and populations do"):
+        make_attack("portfolio(objective=likelihood, whiten=true)")
 
 
 @pytest.mark.parametrize(("defence", "rounds"), [("standin", 3), ("dgc(keep=0.01, warmup=2)", 3)])

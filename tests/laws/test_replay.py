@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from gradveil.core.chain import last_stage
 from gradveil.core.noise import Key
 from gradveil.core.tree import squared_norm, tmap
-from gradveil.core.types import Batch
+from gradveil.core.types import Batch, Context, DrawsEntries
 from gradveil.defences import parse
 from tests.laws.cases import CLIENTS, SMOOTH, TEXTS, draw, draw_batch
 
@@ -13,6 +14,8 @@ OF_STEPS = [text for text in TEXTS if text.startswith(("soteria", "outpost"))]
 """What hides entries of each local step: its masks are seen only where one gradient is sent."""
 _WORDS = ("prune", "topk", "dgp", "dgc", "minmax")
 PRUNING = [text for text in TEXTS if any(word in text for word in _WORDS) and text not in OF_STEPS]
+DRAWING = [text for text in TEXTS if isinstance(last_stage(parse(text).send), DrawsEntries)]
+_UNUSED = Context({}, Batch(torch.zeros(1), torch.zeros(1)))
 MASKED = [*((text, kind) for text in PRUNING for kind in CLIENTS), *((text, "gradient") for text in OF_STEPS)]
 
 
@@ -70,20 +73,34 @@ def test_what_fills_or_blurs_zeros_hides_the_mask_of_an_earlier_stage(last: str)
     assert not any(".mask." in name for name in seen)
 
 
-@pytest.mark.parametrize("text", [text for text in TEXTS if "sign" in text or "quantise" in text or "ternary" in text])
-@pytest.mark.parametrize("kind", CLIENTS)
-def test_what_was_rounded_lies_within_its_interval(text: str, kind: str):
-    """Who does not know the draws, and compares by the intervals, is charged nothing at the truth."""
-    client = parse(text)(CLIENTS[kind])
-    params, batch, noise, state = draw(client)
-    sent, _ = client.update(params, batch, noise, state)
-    seen = client.evidence(sent)
-    assert any(".sent." in name for name in seen)
-    drawn = ("send.quantise.", "send.sign.")
-    blind = {name: torch.ones_like(value) if name.startswith(drawn) else value for name, value in noise.items()}
-    assert distance(client.update(params, batch, {**blind, **seen}, state)[0], sent) == 0
-    wrong = client.update(params, draw_batch(Key(99)), {**blind, **seen}, state)[0]
-    assert distance(wrong, sent) > 0
+@pytest.mark.parametrize("text", DRAWING)
+def test_what_draws_entries_finds_them_likeliest_at_the_truth(text: str):
+    """The mean of -log P over what is drawn is least at the truth, as for any law P."""
+    send = last_stage(parse(text).send)
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.randn(100_000, generator=generator, dtype=torch.float64)
+    noise = send.noise({"w": truth}).sample(Key(0))
+    sent = send.apply({"w": truth}, {}, noise, _UNUSED)[0]["w"]
+
+    def surprise(value: torch.Tensor) -> float:
+        return float(send.surprise({"w": value[None]}, {"w": sent[None]}, 0.03)["w"].mean())
+
+    others = [
+        0.7 * truth,
+        1.3 * truth,
+        truth + 0.3 * torch.randn(100_000, generator=generator, dtype=torch.float64),
+        -truth,
+    ]
+    assert all(surprise(truth) < surprise(other) for other in others)
+    tried = (truth[:200] + 0.1).requires_grad_()
+
+    def whole(value: torch.Tensor) -> torch.Tensor:
+        return send.surprise({"w": value[None]}, {"w": sent[None, :200]}, 0.3)["w"].sum()
+
+    (slope,) = torch.autograd.grad(whole(tried), tried)
+    step = 1e-6 * torch.randn(200, generator=generator, dtype=torch.float64)
+    moved = whole(tried.detach() + step) - whole(tried.detach() - step)
+    torch.testing.assert_close(2 * (slope * step).sum(), moved, rtol=1e-4, atol=1e-12)
 
 
 def test_pinned_clip_factor_is_used():

@@ -1,5 +1,6 @@
 """The page as a parsed text, and a text that must be escaped in it."""
 
+import re
 from html.parser import HTMLParser
 
 EVIL = "<script>alert(1)</script>\"'&{{ 7 * 7 }}"
@@ -34,5 +35,6 @@ class Reader(HTMLParser):
 
 def read(html: str) -> Reader:
     reader = Reader()
-    reader.feed(html)
+    # These mark where a name may break, and part no words.
+    reader.feed(re.sub(r'<wbr>|<span class="nowrap">(.*?)</span>', r"\1", html))
     return reader

@@ -18,7 +18,6 @@ from gradveil.attacks.inversion.optimisers import Adam
 from gradveil.attacks.inversion_presets import (
     BORDERS,
     HELD,
-    INTERVALS,
     WHITENED,
     cdia,
     dia,
@@ -70,11 +69,6 @@ KNOWN_BY_WORD: dict[str, tuple[str, dict[str, How], str]] = {
         "Knowledge of additive noise: its mean, the best fit, or its value, added to the simulated update or "
         "subtracted from the observed one.",
     ),
-    "rounding": (
-        "send.levels.sent.bias",
-        {"simulated": Neutral(), "interval": Infer()},
-        "Comparison of rounded entries: with the simulated rounding, or with an interval.",
-    ),
     "pruned": (
         "send.entries.border.bias",
         {"free": Neutral(), "ordered": Infer()},
@@ -117,7 +111,6 @@ _IN_ORDER = (
         "additive",
         "noise_std",
         "noise_weight",
-        "rounding",
         "whiten",
         "pruned",
         "step_size",
@@ -132,7 +125,7 @@ _DECLARED = {
 }
 SETTINGS = tuple(or_none(_DECLARED[name]) for name in _IN_ORDER)
 """The settings of inversions; none keeps the preset's value."""
-_OF_DEFENCES = {"additive": ("optimised", "told", "subtracted"), "rounding": ("interval",), "pruned": ("ordered",)}
+_OF_DEFENCES = {"additive": ("optimised", "told", "subtracted"), "pruned": ("ordered",), "objective": ("likelihood",)}
 """Words about a defence, which have no effect on an attack that ignores the defence."""
 _OF_STEPPER = tuple(setting.name for setting in settings_of(Adam))
 _OF_DESCENT = tuple(setting.name for setting in settings_of(Descent))
@@ -182,9 +175,6 @@ class InversionEntry(AttackEntry):
             given["subtract"] = additive == "subtracted"
         if held := {argument.name: given.pop(argument.name) for argument in OF_NOISE if argument.name in given}:
             given["knowledge"] = self._held(given.get("knowledge", attack.knowledge), held)
-        if given.pop("rounding", None) == "interval":
-            # First in order, and last to set the value: a preset may have the same pattern.
-            given["knowledge"] = {**INTERVALS, **given.get("knowledge", attack.knowledge), **INTERVALS}
         if given.get("whiten"):
             given["knowledge"] = {**WHITENED, **given.get("knowledge", attack.knowledge)}
         if given.pop("pruned", None):

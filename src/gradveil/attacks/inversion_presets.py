@@ -43,8 +43,6 @@ PROXIES: dict[str, How] = {"step.*.proxy.*": Optimise(), "step.*.place": Optimis
 """Proxies that a defence adds are optimised. Where they started from only counts where its search is repeated."""
 WHITENED: dict[str, How] = {"*.probe": Sample(every_iteration=False), "*.normal.*": Neutral()}
 """With `whiten` the attacker estimates the noise of each entry from other probes, and takes its value as zero."""
-INTERVALS: dict[str, How] = {"*.sent.*": Infer()}
-"""A rounded entry is known up to an interval, and only distances from the interval count."""
 HELD = Optimise(weight=1.0, std=1.0)
 """Optimised additive noise, pulled to mean zero and to its own standard deviation, parameter by parameter."""
 _DROPPED: dict[str, How] = {"model.*.mask": Optimise(weight=1e-4)}
@@ -149,7 +147,7 @@ def ig_scheliga() -> Inversion:
 
 def wiig() -> Inversion:
     """WIIG: an oracle that knows every random tensor: an upper bound, not a threat."""
-    return _targeted("wiig", {**SHOWN, "*border.*": Neutral(), "*.sent.*": Neutral(), "*": Known()})
+    return _targeted("wiig", {**SHOWN, "*border.*": Neutral(), "*": Known()})
 
 
 def gpia() -> Inversion:

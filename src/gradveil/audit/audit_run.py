@@ -22,6 +22,7 @@ from gradveil.attacks.attack_catalogue import ALL_ATTACKS
 from gradveil.attacks.closed_form.defended_layers import Estimated
 from gradveil.attacks.closed_form.first_layer import Analytic
 from gradveil.attacks.closed_form.layer_by_layer import Recursive
+from gradveil.attacks.closed_form.unmix import Unmix
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.malicious.hidden_units import HiddenUnits
 from gradveil.attacks.malicious.planted_block import Planting
@@ -81,7 +82,7 @@ def expected_work(experiment: Experiment) -> dict[str, float]:
 
 def _row_iterations(attack: Attack, text: str, config: RunConfig, attackers: int) -> float | None:
     """Count the iterations of all restarts of one target; a budget in time is taken to be spent, whatever it buys."""
-    if isinstance(attack, Analytic | Estimated | HiddenUnits | Planting | Recursive):
+    if isinstance(attack, Analytic | Estimated | HiddenUnits | Planting | Recursive | Unmix):
         return 0.0
     if not isinstance(attack, Inversion):
         return None

@@ -157,7 +157,7 @@ class Experiment:
 
     @cached_property
     def guessing_trained(self) -> dict[tuple[int, str], Guessing]:
-        """The same for what a batch defence makes of images, by client and defence; `audit.trained` fills it."""
+        """The same for what a batch defence makes of images, by client and defence: `score.trained_on` fills it."""
         return {}
 
     @cached_property

@@ -39,7 +39,7 @@ SCHEMA = "gradveil.summary/1"
 _TRAINED_ON = {"recovered_as_trained_on": "success_transformed", "identified_as_trained_on": "identified_transformed"}
 """Counts of images as a batch defence made them, and the flag of an image's scores; None where there is none."""
 _NAMED = 3
-"""More defences than these are counted in a sentence instead of named."""
+"""More defences, or modules of a change, than these are counted in a sentence instead of named."""
 _VERBS: Mapping[Level, tuple[str, str]] = {
     "broken": ("is broken", "are broken"),
     "leaks": ("leaks", "leak"),
@@ -569,10 +569,6 @@ def _left_out(found: Findings) -> Iterator[str]:
         how = " ".join(f"--attack {quote(name)}" for name in names)
         how = f"attacks={[*names]}" if found.command.startswith("gradveil.audit(") else how
         yield f"Left out: {which}. Name the attack to have it: {how}."
-
-
-_NAMED = 3
-"""Modules of a change that are named in full."""
 
 
 def briefly(change: str) -> str:

@@ -190,7 +190,7 @@ class TrainedOnCounts(NamedTuple):
     recovered: int
     """SSIM above the threshold."""
     identified: int
-    """The own image is the nearest of those trained on (see `audit.trained`)."""
+    """The own image is the nearest of those trained on (see `audit.score.trained_on`)."""
     identifiable: int
     """Both."""
 

@@ -56,7 +56,7 @@ class TrainedOnScores:
     identified: Tensor | None
     """None where there is one image only."""
     expected: Sequence[Sequence[dict[str, float | int]]]
-    """The chances of an attacker that only guesses, see `audit.controls.expected_of`."""
+    """The chances of an attacker that only guesses, see `audit.baselines.expected_of`."""
 
     def of(self, v: int, b: int) -> dict[str, Any]:
         """Return the record of one image, without its scores."""

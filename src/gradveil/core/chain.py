@@ -183,6 +183,11 @@ class Chain(Transform, HasMessages):
         return self if all(a is b for (_, a), (_, b) in zip(now, self.stages, strict=True)) else Chain(now)
 
 
+def last_stage(transform: Transform | None) -> Transform | None:
+    """Return the last stage of a chain, and any other transform as it is."""
+    return transform.stages[-1][1] if isinstance(transform, Chain) and transform.stages else transform
+
+
 def split(transform: Transform | None) -> tuple[Transform | None, Transform | None]:
     """Split a transform into the part applied to each example's gradient and the part applied to their mean."""
     if not isinstance(transform, Chain):

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
-from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Normal, Uniform
+from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Uniform
 from gradveil.core.settings import Bound, Checked, Count, Kept, Range, Share
 from gradveil.core.tree import Tensors, counter, peak, plain, select, straight_through, tmap, under
-from gradveil.core.types import Context, Multiplier, Stage, Transform
+from gradveil.core.types import Context, DrawsEntries, Multiplier, Stage, Transform
 from gradveil.defences.entry import PRUNED, DefenceEntry
 from gradveil.defences.pruning import Pruning, Ratio, as_written, share, smallest_mask
 from gradveil.gradients.fused import in_blocks
 
 
 @dataclass(frozen=True)
-class MinMax(Checked, Pruning):
+class MinMax(Checked, Pruning, DrawsEntries):
     """Keep each layer's k entries of largest w = (1/u - 1) g^2 and send g + C/g, C the (k+1)-th largest w.
 
     u ~ U[0, 1) is named like its parameter, k = P - floor(ratio * P) of P entries. Given the other entries one is
@@ -68,11 +69,61 @@ class MinMax(Checked, Pruning):
         """Read the masks off the support, if it is still there: an entry rounded to zero would pass for C."""
         return super().evidence(sent, exact) if exact else {}
 
+    def surprise(self, update: Mapping[str, Tensor], sent: Mapping[str, Tensor], width: float) -> Tensors:
+        """Return -log of the probability g^2 / (g^2 + C) of what is sent, and of C / (g^2 + C) where nothing is.
+
+        v = g + C/g has two roots, of which one is above sqrt(C). The smallest magnitude is about 2 sqrt(C). A value
+        counts as sent if it is as near to a root as three widths, in units of sqrt(C).
+        """
+        return {name: self._surprise(update[name].flatten(1), value.flatten(1), width) for name, value in sent.items()}
+
+    def _surprise(self, value: Tensor, sent: Tensor, width: float) -> Tensor:
+        size, sign, scale = sent.abs(), sent.sign(), (3 * width) ** 2
+        root = _least(size) / 2
+        own, shown = value.detach() / root, size / root
+        large = ((shown + (shown.square() - 4).clamp_min(0).sqrt()) / 2).clamp_min(1.0)
+        above, below = own * sign - large, own * sign - 1 / large
+        odds = 2 * large.log()
+        of_large, of_small = odds - above.square() / (2 * scale), -odds - below.square() / (2 * scale)
+        kept = torch.logaddexp(of_large, of_small)
+        share = (of_large - kept).exp()
+        slope = (share * above + (1 - share) * below) * sign / scale
+        square = own.square()
+        there = size > 0
+        unlikely = torch.where(there, torch.log1p(large.square()) - kept, torch.log1p(square))
+        return WithSlope.apply(value, unlikely, torch.where(there, slope, 2 * own / (1 + square)) / root)
+
     def multiplier(
         self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
     ) -> Multiplier | None:
         """Return None: what is kept is enlarged as well, by more than one number."""
         return None
+
+
+def _least(size: Tensor) -> Tensor:
+    """Return the smallest magnitude [N, 1] of each layer [N, P] that is not zero, and one where all are."""
+    least = torch.where(size > 0, size, torch.inf).amin(1, keepdim=True)
+    return torch.where(least.isfinite(), least, torch.ones_like(least))
+
+
+class WithSlope(Function):
+    """A function of single entries whose values and derivatives are computed together, in few passes."""
+
+    @staticmethod
+    def forward(ctx: Any, at: Tensor, values: Tensor, slopes: Tensor) -> Tensor:
+        """Return the values."""
+        ctx.save_for_backward(slopes)
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *uppers: Tensor) -> tuple[Tensor, None, None]:
+        """Multiply by the derivatives."""
+        return uppers[0] * ctx.saved_tensors[0], None, None
+
+
+_UNLIKELY = 0.03
+"""About twice the smallest probability of an entry that was left out."""
 
 
 def _weight(value: Tensor, u: Tensor) -> Tensor:
@@ -88,44 +139,12 @@ def _enlarged(value: Tensor, weight: Tensor, kept: Tensor) -> Tensor:
     return torch.where(there, value + left / safe, torch.zeros_like(value))
 
 
-_ROUNDING = 1e-5
-"""Intervals are wider by this share of a level, more than arithmetic in float32 is wrong by."""
 Level = Annotated[Literal["l2", "max"], "A layer's largest level: its norm, or its largest magnitude."]
 Clipped = Annotated[Bound, "Limit of magnitudes before they are rounded, in root mean squares of their layer."]
 
 
-class Rounding(Transform):
-    """Base of transforms that round: a sent entry gives the interval that it was rounded from.
-
-    What was sent is an intermediate `sent.<parameter>`. Where it is pinned, an entry within the interval that may be
-    rounded to it comes out as what was sent, any other as that plus what lies outside: so an attacker is
-    not charged for what the rounding may have done.
-    """
-
-    stage: ClassVar[Stage] = Stage.QUANTISE
-
-    def intermediates(self, params: Mapping[str, Tensor]) -> NoiseSpec:
-        """Declare what was sent, which may be pinned."""
-        own = {name: Noise(tuple(p.shape), Normal(), dtype=p.dtype) for name, p in params.items()}
-        return NoiseSpec(own).under("sent")
-
-    def evidence(self, sent: Mapping[str, Tensor], exact: bool = True) -> Tensors:
-        """Return what was sent, as it is; nothing where a later transform changed it."""
-        return under("sent", sent) if exact else {}
-
-    @abstractmethod
-    def interval(self, sent: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the smallest and the largest entries that may be rounded to what was sent."""
-
-    def charged(self, value: Tensor, sent: Tensor) -> Tensor:
-        """Add to what was sent by how much an entry lies outside of its interval."""
-        low, high = self.interval(sent)
-        # Within the interval this is what was sent, with the slope of the value.
-        return sent + (value - torch.minimum(torch.maximum(value.detach(), low), high))
-
-
 @dataclass(frozen=True)
-class Sign(Checked, Rounding):
+class Sign(Checked, Transform):
     """Send sign(g) times the mean of |g| in each layer (Bernstein et al. 2018; with the scale Karimireddy et al. 2019).
 
     The exact derivative is zero. An attacker's is that of g / (|g| + mean |g|), times the scale: an entry that is
@@ -136,23 +155,13 @@ class Sign(Checked, Rounding):
 
     scale: Annotated[Literal["mean", "unit"], "Factor of the signs: the mean magnitude of their layer, or 1."] = "mean"
     label: ClassVar[str] = "sign"
+    stage: ClassVar[Stage] = Stage.QUANTISE
 
     def apply(
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
         """Replace every entry by its sign, zero by zero."""
-        seen = select(noise, "sent")
-        return {n: self._compared(v, seen[n]) if n in seen else self._signs(v) for n, v in update.items()}, state
-
-    def interval(self, sent: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the half line of each sign; zero was zero."""
-        none = torch.zeros_like(sent)
-        return torch.where(sent < 0, -torch.inf, none), torch.where(sent > 0, torch.inf, none)
-
-    def _compared(self, value: Tensor, sent: Tensor) -> Tensor:
-        """Bring a layer to the mean magnitude that was sent: an update near zero explains no sign."""
-        mean = value.abs().mean()
-        return self.charged(value * (peak(sent.abs()) / torch.where(mean > 0, mean, 1.0)), sent)
+        return tmap(self._signs, update), state
 
     def _signs(self, value: Tensor) -> Tensor:
         fixed = value.detach()
@@ -163,7 +172,7 @@ class Sign(Checked, Rounding):
 
 
 @dataclass(frozen=True)
-class Quantise(Checked, Rounding):
+class Quantise(Checked, Transform, DrawsEntries):
     """Round |g| at random to one of 0, s/L, 2s/L, ..., s, so that the mean is g (Alistarh et al. 2017, QSGD).
 
     s is the layer's Euclidean norm or its largest magnitude, L = `levels`. An entry between two levels is rounded up
@@ -183,6 +192,7 @@ class Quantise(Checked, Rounding):
     scale: Level = "l2"
     clip: Clipped = float("inf")
     label: ClassVar[str] = "quantise"
+    stage: ClassVar[Stage] = Stage.QUANTISE
     shows_zeros: ClassVar[bool] = True
 
     def noise(self, params: Mapping[str, Tensor]) -> NoiseSpec:
@@ -193,28 +203,31 @@ class Quantise(Checked, Rounding):
         self, update: Tensors, state: Tensors, noise: Mapping[str, Tensor], context: Context
     ) -> tuple[Tensors, Tensors]:
         """Round every entry to a level."""
-        seen = select(noise, "sent")
-        return {
-            name: self.charged(value, seen[name]) if name in seen else self._rounded(value, noise[name])
-            for name, value in update.items()
-        }, state
+        return {name: self._rounded(value, noise[name]) for name, value in update.items()}, state
 
-    def interval(self, sent: Tensor) -> tuple[Tensor, Tensor]:
-        """Return one level less and one level more, of the same sign; what the clip may have cut has no upper end.
+    def surprise(self, update: Mapping[str, Tensor], sent: Mapping[str, Tensor], width: float) -> Tensors:
+        """Return -log of the rounding's probabilities: one less the distance to the level, in levels.
 
-        A level is the smallest magnitude of the layer: where that is several levels, the interval is only wider.
+        The smallest magnitude of a layer is taken for one level. Where it is several, the law is only wider.
         """
+        return {name: self._surprise(update[name].flatten(1), value.flatten(1), width) for name, value in sent.items()}
+
+    def _surprise(self, value: Tensor, sent: Tensor, width: float) -> Tensor:
         size = sent.abs()
-        # Minus the largest of the negative magnitudes: the smallest magnitude that is not zero.
-        level, top = -peak(torch.where(size > 0, -size, -torch.inf)) * (1 + _ROUNDING), peak(size)
-        low, high = size - level, size + level
-        if self.scale == "max":
-            high = torch.minimum(high, torch.where(top > 0, top * (1 + _ROUNDING), torch.inf))
+        level = _least(size)
+        there, levels = size > 0, sent / level
+        away = value.detach() / level - levels
         if self.clip < float("inf"):
-            # A cut entry is at the top where s is the largest magnitude. With the norm it may have been rounded one
-            # level down.
-            high = torch.where(size >= (top if self.scale == "max" else top - level), torch.inf, high)
-        return torch.where(sent < 0, -high, low), torch.where(sent < 0, -low, high)
+            # The clip may have cut what is at the top; with the norm it may have been rounded one level down.
+            cut = levels.abs() >= levels.abs().amax(1, keepdim=True) - (0.5 if self.scale == "max" else 1.5)
+            away = torch.where(cut & (away * sent > 0), 0, away)
+        soft = width * levels.abs().mean(1, keepdim=True).clamp_max(1)
+        distance = (away.square() + torch.where(there, 0, soft).square()).sqrt().clamp_min(1e-12)
+        near, least = 1 - distance, torch.where(there, soft, _UNLIKELY)
+        root = (near.square() + least.square()).sqrt()
+        # Twice the probability, smoothed: never zero, and without cancellation where it is small.
+        likely = torch.where(near > 0, near + root, least.square() / (root - near))
+        return WithSlope.apply(value, -(likely / 2).log(), away / (distance * root * level))
 
     def _rounded(self, value: Tensor, u: Tensor) -> Tensor:
         if self.clip < float("inf"):
@@ -358,6 +371,7 @@ COMPRESSING = (
         changes=("send",),
         cost="a random number an entry; 2% of the bytes",
         citation="Wen et al. 2017, TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning",
+        traits=("draws entries",),
     ),
     DefenceEntry(
         name="quantise",
@@ -367,7 +381,7 @@ COMPRESSING = (
         changes=("send",),
         cost="a random number an entry; 7% of the bytes",
         citation="Alistarh et al. 2017, QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
-        traits=("rounds to levels",),
+        traits=("draws entries",),
     ),
     DefenceEntry(
         name="minmax",
@@ -377,6 +391,7 @@ COMPRESSING = (
         changes=("send",),
         cost="a random number an entry; 22% of the bytes at ratio=0.8",
         citation="MinMax sampling, as Yang et al. 2023 (GLAUS) attack it",
+        traits=("draws entries",),
         identity={"ratio": 0.0},
     ),
     DefenceEntry(

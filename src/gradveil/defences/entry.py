@@ -23,7 +23,7 @@ Trait = Literal[
     "zeros entries",
     "zeros by size",
     "zeros the largest",
-    "rounds to levels",
+    "draws entries",
     "shapes noise",
     "mixes",
     "transforms inputs",
@@ -37,9 +37,10 @@ Trait = Literal[
 
 The first two follow from the slots it fills, and what is in no catalogue is unknown. The others: it sends zeros, which
 show their places; zeros in place of the smallest, so that what was sent bounds the rest; zeros in place of the largest
-too; values rounded to known levels; noise of a known covariance; inputs mixed with others; inputs behind known
-transforms; units dropped at random; features drawn in a bottleneck; layers scaled by a key that each client keeps;
-gradients turned by a right angle, whose norms remain; or gradients of proxies added, which a search finds."""
+too; entries that are drawn one by one, by a known law; noise of a known covariance; inputs mixed with others; inputs
+behind known transforms; units dropped at random; features drawn in a bottleneck; layers scaled by a key that each
+client keeps; gradients turned by a right angle, whose norms remain; or gradients of proxies added, which a search
+finds."""
 
 PRUNED: tuple[Trait, ...] = ("zeros entries",)
 ORDERED: tuple[Trait, ...] = (*PRUNED, "zeros by size")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from gradveil.audit.verdict import LEVELS
 from gradveil.core.formatting import duration, number, percent, size
@@ -56,6 +57,17 @@ def points(share: float) -> str:
     return f"{100 * share:+.1f}".replace("-", "−")
 
 
+def setting_name(name: str) -> Markup:
+    """Write the name of a setting so that lines break behind its brackets, and not in a number.
+
+    >>> setting_name("dp(clip=1, sigma=1e-3)")
+    Markup('dp(<wbr>clip=1, sigma=<span class="nowrap">1e-3</span>)')
+    """
+    return Markup(
+        re.sub(r"\b\d[\d.]*e-\d+", r'<span class="nowrap">\g<0></span>', str(escape(name)).replace("(", "(<wbr>"))
+    )
+
+
 @cache
 def templates() -> jinja2.Environment:
     """Return the environment of all pages: every text is escaped, numbers are written alike, nothing is read twice."""
@@ -72,6 +84,7 @@ def templates() -> jinja2.Environment:
         "size": size,
         "duration": duration,
         "points": points,
+        "setting_name": setting_name,
     }
     environment.globals |= {"levels": LEVELS, "icons": _ICONS}
     environment.globals["parts"] = environment.get_template("parts.html.j2").module

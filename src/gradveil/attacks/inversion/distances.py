@@ -131,6 +131,8 @@ OBJECTIVES: dict[str, Distance] = {
     "right-angles": right_angles,
 }
 """The distances by their names in presets and run files."""
+LIKELIHOOD = "likelihood"
+"""The objective that asks the defence how likely it sends what was sent: no distance between two updates."""
 
 
 _POWERS = {"l2": 2, "l2-and-norm": 2, "l1": 1}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import cast
 
 import torch
@@ -17,11 +16,11 @@ from torch.nn.functional import pad
 
 from gradveil.attacks.inversion.denoiser import FEWEST
 from gradveil.attacks.inversion.descent import CONVERGED, STATUSES, Solution, joined
-from gradveil.attacks.inversion.distances import statistics_wanted
+from gradveil.attacks.inversion.distances import LIKELIHOOD, statistics_wanted
 from gradveil.attacks.inversion.image_sources import INPUTS, TARGETS, Relaxed
 from gradveil.attacks.inversion.inversion_settings import InversionSettings
 from gradveil.attacks.inversion.problem import InversionProblem
-from gradveil.attacks.inversion.rehearsal import adds_noise, choose, effort, other_length, prepare, rehearse, shifted
+from gradveil.attacks.inversion.rehearsal import adds_noise, choose, effort, further, prepare, rehearse, shifted
 from gradveil.attacks.inversion.solve import rows_at_once, search_rows
 from gradveil.attacks.inversion.undone_entries import is_map_of_entries
 from gradveil.attacks.knowledge import Knowledge
@@ -29,10 +28,12 @@ from gradveil.attacks.labels import label_problems
 from gradveil.attacks.protocol import Observation, Progress, Prospect, Reconstruction, Remark
 from gradveil.attacks.undo_batch_defence import undone
 from gradveil.client import Client
+from gradveil.core.chain import last_stage
 from gradveil.core.errors import Problem, fail
 from gradveil.core.noise import Key
 from gradveil.core.streams import Stream
 from gradveil.core.tree import take
+from gradveil.core.types import DrawsEntries
 from gradveil.core.working_time import working_time
 from gradveil.gradients.fused import written_bytes
 from gradveil.nn.module_paths import downstream
@@ -70,6 +71,11 @@ class Inversion(InversionSettings):
         if self.undo_entries and not is_map_of_entries(prospect.simulated_client, prospect.examples, Key(0)):
             problem = "finds that what is sent is no map of the gradient's single entries, or hides too much of them"
             yield Problem("undo_entries", problem, "leave it out")
+        client = prospect.simulated_client
+        draws = isinstance(last_stage(client.send), DrawsEntries) and client.members == 1
+        if self.objective == LIKELIHOOD and not draws:
+            problem = "is the likelihood of a defence that draws what one client sends entry by entry, and here is none"
+            yield Problem("objective", problem, "choose another objective, such as cosine")
         if self.solver is not None:
             fix = "leave start=solved out: it is for models whose first layer reveals its input"
             for problem in self.solver.problems(prospect):
@@ -152,12 +158,12 @@ class Inversion(InversionSettings):
         known = observations, simulated_client, knowledge, key
         targets = len(observations[-1].target_clients)
         count, iterations = effort(self.descent.iterations, targets, len(self.variants))
-        fewer, length = other_length(self.descent.iterations, targets, len(self.variants))
-        noisy = fewer > 0 and adds_noise(simulated_client, observations[-1], knowledge)
-        first = prepare(*known, fewer) if noisy else None
-        other = None if first is None else (first, length)
+        noisy = adds_noise(simulated_client, observations[-1], knowledge)
+        fewer, finals = further(self.descent.iterations, targets, len(self.variants), noisy)
+        first = prepare(*known, fewer) if finals else None
+        more = None if first is None else (first, finals)
         report = progress and shifted(progress, 0, after=targets * self.restarts * self.descent.iterations)
-        return rehearse(self, prepare(*known, count), iterations, run, other, report)
+        return rehearse(self, prepare(*known, count), iterations, run, more, report)
 
     def rehearsed(self, observations: Sequence[Observation], scores: Sequence[int]) -> int:
         """Return the row-iterations of the rehearsals with these scores."""
@@ -165,7 +171,8 @@ class Inversion(InversionSettings):
         count, iterations = effort(self.descent.iterations, targets, variants)
         rows = variants * count * iterations if scores else 0
         if len(scores) > variants:
-            rows += prod(other_length(self.descent.iterations, targets, variants))
+            clients, *finals = scores[variants:]
+            rows += clients * sum(finals[4::3])  # the first of them was tried before
         return self.restarts * rows
 
     def chosen(self, scores: Sequence[int]) -> tuple[Inversion, Remark]:

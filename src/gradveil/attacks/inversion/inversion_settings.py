@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from gradveil.attacks.closed_form.first_layer import Analytic
 from gradveil.attacks.inversion.cma_es import CMAES
 from gradveil.attacks.inversion.descent import Descent
-from gradveil.attacks.inversion.distances import OBJECTIVES
+from gradveil.attacks.inversion.distances import LIKELIHOOD, OBJECTIVES
 from gradveil.attacks.inversion.image_sources import Images, Pixels
 from gradveil.attacks.inversion.optimisers import Adam
 from gradveil.attacks.knowledge import How
@@ -17,6 +17,9 @@ from gradveil.attacks.labels import Labels
 from gradveil.client import Client
 from gradveil.core.errors import Problem
 from gradveil.core.settings import Checked, Choice, Count, Range, Strength
+
+_WIDEST, _NARROWEST = 1.0, 0.1
+"""Widths over which the law of what is sent is smoothed in the first and in the last iteration."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,11 @@ class InversionSettings(Checked):
     """Settings of the one optimisation attack. Reports show its `name`."""
 
     name: str
-    objective: Annotated[str, Choice(tuple(OBJECTIVES)), "Distance between the observed and the simulated update."] = (
-        "cosine"
-    )
+    objective: Annotated[
+        str,
+        Choice((*OBJECTIVES, LIKELIHOOD)),
+        "Distance between the observed and the simulated update, or how unlikely the one is sent for the other.",
+    ] = "cosine"
     tv: Annotated[Strength, "Weight of the images' total variation."] = 0.0
     tv_end: Annotated[
         float | None,
@@ -144,9 +149,15 @@ class InversionSettings(Checked):
     def coupled(self) -> Descent:
         """The descent, with the number of restarts as its population size if it has one."""
         stepper = self.descent.stepper
+        if self.objective == LIKELIHOOD:  # it grows while its law becomes narrower
+            return replace(self.descent, keep="last")
         if not isinstance(stepper, CMAES):
             return self.descent
         return replace(self.descent, stepper=replace(stepper, population=self.restarts))
+
+    def width_at(self, iteration: int) -> float:
+        """Return the width over which the law of what is sent is smoothed at an iteration."""
+        return _WIDEST * (_NARROWEST / _WIDEST) ** (iteration / max(1, self.descent.iterations - 1))
 
     def conflicts(self, sound: bool) -> Iterator[Problem]:
         """Refuse contradictory settings."""
@@ -168,6 +179,9 @@ class InversionSettings(Checked):
         if self.surrogate != "none" and self.whiten:
             problem = "weighs entries by noise of the client at the sent parameters, not on a line"
             yield Problem(f"{self.name}.whiten", problem, "leave it or surrogate out")
+        if self.objective == LIKELIHOOD and (self.whiten or self.surrogate != "none" or self.evolves):
+            problem = "compares no updates, as whiten, surrogate and populations do"
+            yield Problem(f"{self.name}.objective", problem, "leave these out, or choose another objective")
         if self.undo and self.simulated_client == "naive":
             problem = "undoes a batch defence, but this attacker ignores the defence"
             yield Problem(f"{self.name}.undo", problem, "set simulated_client=full")

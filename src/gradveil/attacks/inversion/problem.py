@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import Generator, Tensor
@@ -17,6 +18,7 @@ from torch import Generator, Tensor
 from gradveil.attacks.inversion.cma_es import CMAES
 from gradveil.attacks.inversion.denoiser import ENOUGH, FEWEST, Denoiser, kept_denoiser, unlikeness
 from gradveil.attacks.inversion.distances import (
+    LIKELIHOOD,
     OBJECTIVES,
     Consensus,
     Distance,
@@ -48,12 +50,12 @@ from gradveil.attacks.noise_likelihood import (
 )
 from gradveil.attacks.protocol import Observation
 from gradveil.client import Client, cosine_distances, layer_statistics
-from gradveil.core.chain import relaxed
+from gradveil.core.chain import last_stage, relaxed
 from gradveil.core.errors import fail
 from gradveil.core.noise import Key, Noise
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, select, take, under
-from gradveil.core.types import Batch
+from gradveil.core.types import Batch, DrawsEntries
 from gradveil.gradients.fused import squared_lengths
 from gradveil.nn.module_paths import downstream
 
@@ -337,7 +339,7 @@ class InversionProblem:
     ) -> Tensor:
         """Objective of each row at its images."""
         batch, noise = self._client_inputs(inputs, logits, variables, constants, rows, streams)
-        value = self._distance(batch, noise, constants, rows, iteration or 0)
+        value = self._distance(batch, noise, constants, rows, iteration)
         attack = self.attack
         if attack.tv:
             last = attack.descent.iterations - 1
@@ -385,9 +387,9 @@ class InversionProblem:
     ) -> Tensor:
         """Return the distance without priors, that of the median layer, and noise likelihoods [N, 2 + COLUMNS]."""
         batch, noise = self._client_inputs(inputs, logits, variables, constants, rows, streams)
-        distance = self._distance(batch, noise, constants, rows, 0)
+        distance = self._distance(batch, noise, constants, rows, None)
         compared = right_angles if self.attack.objective == "right-angles" else median_cosine
-        median_layer = self._distance(batch, noise, constants, rows, 0, compared)
+        median_layer = self._distance(batch, noise, constants, rows, None, compared)
         return torch.cat([torch.stack([distance, median_layer], 1), self._explained(batch, noise, constants, rows)], 1)
 
     def _explained(self, batch: Batch, noise: Tensors, constants: Tensors, rows: Tensor) -> Tensor:
@@ -453,12 +455,12 @@ class InversionProblem:
         noise: Tensors,
         constants: Tensors,
         rows: Tensor,
-        iteration: int,
+        iteration: int | None,
         distance: Distance | None = None,
     ) -> Tensor:
         """Return the mean distance over the rounds between simulated and observed updates.
 
-        The default distance is that of the attack's objective.
+        It is that of an iteration, by default of the last. The default distance is that of the attack's objective.
         """
         state = whitening_state = select(constants, "state")
         observed = select(constants, "observed")
@@ -481,11 +483,13 @@ class InversionProblem:
                 sent = self.loud[r.number].quiet({n: sent[n] for n in compared})
             if self.whitening is not None:
                 weights, whitening_state = self.whitening(
-                    r.number, r.simulated_client, r.params, batch, of_round, whitening_state, rows, iteration
+                    r.number, r.simulated_client, r.params, batch, of_round, whitening_state, rows, iteration or 0
                 )
                 sent, compared = ({n: part[n] * weights[n] for n in compared} for part in (sent, compared))
             state = after
-            if distance is None:
+            if distance is None and self.attack.objective == LIKELIHOOD:
+                value = self._surprise(r, sent, compared, iteration)
+            elif distance is None:
                 value = OBJECTIVES[self.attack.objective](sent, compared)
                 value = of_gradients(value, self.attack.objective, r.simulated_client, self.examples)
             else:
@@ -493,6 +497,18 @@ class InversionProblem:
             total = value if total is None else total + value
         assert total is not None, "at least one round is observed"
         return total / len(self.rounds) if len(self.rounds) > 1 else total
+
+    def _surprise(self, r: ObservedRound, sent: Tensors, observed: Tensors, iteration: int | None) -> Tensor:
+        """Return how unlikely the client sends what was observed, in units of ten for each number of the examples.
+
+        In these a total variation of weight 0.1 is a law of differences between neighbours with a mean of about one.
+        """
+        drawing, last = last_stage(r.simulated_client.send), self.attack.descent.iterations - 1
+        assert isinstance(drawing, DrawsEntries), "an attack by likelihood is refused where nothing is drawn"
+        width = self.attack.width_at(last if iteration is None else iteration)
+        entries = drawing.surprise(sent, observed, width)
+        total = torch.stack([value.flatten(1).sum(1) for value in entries.values()]).sum(0)
+        return total / (10 * self.examples * prod(self.knowledge.space.shape))
 
     def _simulated(
         self, r: ObservedRound, batch: Batch, of_round: Tensors, state: Tensors, observed: Tensors, noise: Tensors

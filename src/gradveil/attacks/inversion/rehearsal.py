@@ -9,9 +9,8 @@ image, so the length of the search is tried too. The target clients' updates are
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import torch
 from torch import Tensor
@@ -36,6 +35,8 @@ _SHARE, _LEAST = 0.1, 150
 """Enough iterations of a rehearsal: this share of the attack's, and at least so many."""
 _EARLY = 0.15
 """Share of the attack's iterations after which the search may stop, where the rehearsals have all of them."""
+_FAR = 4
+"""Ratio of two lengths from which on the best may well lie between them: on a ResNet-18 behind noise it does."""
 
 Report = Callable[[Progress], None]
 """Receives the progress of an attack."""
@@ -57,25 +58,37 @@ def effort(iterations: int, target_clients: int, variants: int) -> tuple[int, in
     return clients, max(round(min(1.0, _COST * target_clients / (variants * clients)) * iterations), least)
 
 
-def other_length(iterations: int, target_clients: int, variants: int) -> tuple[int, int]:
-    """Return the simulated clients for a search of another length than the rehearsals', and its iterations.
+def further(
+    iterations: int, target_clients: int, variants: int, noisy: bool = False
+) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """Return the simulated clients of further rehearsals: of how many of the best variants, for how many iterations.
 
-    It is as long as the attack where they are shorter; no client tries it where that takes too large a share of it.
+    Where rehearsals are much shorter than the attack, the two best variants are tried for longer, by few clients.
+    Behind noise that is added (`noisy`) the best one is tried at other lengths, of which one is the attack's.
 
-    >>> other_length(4000, 64, 4), other_length(4000, 16, 4), other_length(1000, 4, 4), other_length(50, 1, 4)
-    ((3, 600), (3, 4000), (1, 1000), (0, 50))
+    >>> further(1000, 4, 4), further(1000, 4, 4, noisy=True)
+    ((1, ((2, 387),)), (1, ((2, 387), (1, 1000))))
+    >>> further(4000, 64, 4), further(4000, 64, 4, noisy=True)
+    ((0, ()), (3, ((1, 1549), (1, 600))))
     """
     clients, rehearsed = effort(iterations, target_clients, variants)
     if rehearsed < iterations:
-        return min(clients, int(_COST * target_clients)), iterations
-    short = min(max(round(_EARLY * iterations), _LEAST), iterations)
-    return clients if short < iterations else 0, short
+        clients, other, finalists = min(clients, int(_COST * target_clients)), iterations, 2
+    else:
+        other, finalists = min(max(round(_EARLY * iterations), _LEAST), iterations), 1
+    between = round((rehearsed * other) ** 0.5)
+    tried: list[tuple[int, int]] = []
+    if max(rehearsed, other) >= _FAR * min(rehearsed, other) and (noisy or finalists > 1):
+        tried.append((min(finalists, variants), between))
+    if noisy and other != rehearsed:
+        tried.append((1, other))
+    return (clients, tuple(tried)) if clients and tried else (0, ())
 
 
 def iterations_within(rows: float, target_clients: int, variants: int, noisy: bool = False) -> int:
     """Return the iterations of an attack that fit, with its rehearsals, into so many row-iterations.
 
-    Behind noise that is added, rehearsals try another length too.
+    Behind noise that is added, rehearsals try other lengths too.
 
     >>> iterations_within(64_000, 32, 4), iterations_within(2000, 1, 4), iterations_within(300, 1, 4)
     (1599, 1400, 60)
@@ -84,7 +97,8 @@ def iterations_within(rows: float, target_clients: int, variants: int, noisy: bo
     def cost(iterations: int) -> int:
         clients, of_each = effort(iterations, target_clients, variants)
         tried = variants * clients * of_each
-        tried += prod(other_length(iterations, target_clients, variants)) if noisy else 0
+        few, finals = further(iterations, target_clients, variants, noisy)
+        tried += few * sum(count * length for count, length in finals)
         return iterations * target_clients + tried
 
     # The cost grows with the iterations: the most whose cost is at most `rows`.
@@ -142,40 +156,46 @@ def rehearse(
     rehearsal: Rehearsal | None,
     iterations: int,
     run: Run,
-    other: tuple[Rehearsal, int] | None = None,
+    more: tuple[Rehearsal, tuple[tuple[int, int], ...]] | None = None,
     progress: Report | None = None,
 ) -> tuple[int, ...]:
     """Return the thousandths that each variant scores on simulated clients; nothing without a rehearsal.
 
-    `other` are the first of these clients and another number of iterations. The best variant is then tried with that
-    too, and five numbers follow: how many clients, the fewer iterations, their score on these clients, the more
-    iterations, and theirs.
+    `more` are the first of these clients and what `further` returns. More numbers follow then: how many clients, and
+    for each search of theirs the place of its variant, its iterations, and its score.
     """
     if rehearsal is None:
         return ()
     rows = len(rehearsal.batch.inputs) * attack.restarts * iterations
-    more = 0 if other is None else len(other[0].batch.inputs) * attack.restarts * other[1]
-    whole, before = rows * len(attack.variants) + more, 0
+    first, finals = (rehearsal, ()) if more is None else more
+    size = len(first.batch.inputs) * attack.restarts
+    whole, before = rows * len(attack.variants) + size * sum(count * length for count, length in finals), 0
 
     def tried(variant: Variant, length: int, on: Rehearsal) -> Tensor:
         nonlocal before
         version = attack.with_variant(variant)
         version = replace(version, descent=replace(version.descent, iterations=length))
-        size = len(on.batch.inputs) * attack.restarts * length
-        report = progress and shifted(progress, before, after=whole - before - size)
-        before += size
+        part = len(on.batch.inputs) * attack.restarts * length
+        report = progress and shifted(progress, before, after=whole - before - part)
+        before += part
         return on.scores(run(version, on.observations, on.knowledge, report))
 
     each = [tried(variant, iterations, rehearsal) for variant in attack.variants]
-    scores = tuple(round(1000 * float(found.mean())) for found in each)
-    if other is None:
+    scores = tuple(map(_thousandths, each))
+    if not finals:
         return scores
-    first, length = other
-    best = _best(attack.variants, scores)
-    known = each[attack.variants.index(best)][: len(first.batch.inputs)]
-    pair = sorted([(iterations, known), (length, tried(best, length, first))], key=lambda one: one[0])
-    lengths = (number for size, found in pair for number in (size, round(1000 * float(found.mean()))))
-    return (*scores, len(known), *lengths)
+    ranking = _ranked(dict(enumerate(scores)), attack.variants)
+    numbers = [
+        len(first.batch.inputs),
+        ranking[0],
+        iterations,
+        _thousandths(each[ranking[0]][: len(first.batch.inputs)]),
+    ]
+    for count, length in finals:
+        found = {place: _thousandths(tried(attack.variants[place], length, first)) for place in ranking[:count]}
+        numbers += [number for place, score in found.items() for number in (place, length, score)]
+        ranking = _ranked(found, attack.variants)
+    return (*scores, *numbers)
 
 
 def shifted(progress: Report, before: int, after: int = 0) -> Report:
@@ -192,8 +212,8 @@ def choose(attack: InversionSettings, scores: Sequence[int]) -> tuple[InversionS
     """Return the attack with the variant of the best score (its first without scores), and a remark.
 
     Of variants that score about the same, the one that ends with the weakest total variation is taken. On a ResNet-18
-    and behind bottlenecks it gains with the length of the search; behind pruning and signs it loses a little. Of two
-    lengths the longer is taken unless the other scores clearly better.
+    and behind bottlenecks it gains with the length of the search; behind pruning and signs it loses a little. Of the
+    lengths that score about the same the longest is taken.
     """
     if not scores:
         best = attack.variants[0]
@@ -201,27 +221,43 @@ def choose(attack: InversionSettings, scores: Sequence[int]) -> tuple[InversionS
             f"it searched with {_words(best)}, untried on simulated clients: that takes public examples and no secrets"
         )
         return attack.with_variant(best), Remark(words, (0,))
-    of_variants, of_lengths = scores[: len(attack.variants)], scores[len(attack.variants) :]
-    best = _best(attack.variants, of_variants)
+    of_variants, finals = scores[: len(attack.variants)], scores[len(attack.variants) :]
+    place, length = _ranked(dict(enumerate(of_variants)), attack.variants)[0], attack.descent.iterations
     tried = "; ".join(
         f"{_words(each)}: {score / 1000:.2f}" for each, score in zip(attack.variants, of_variants, strict=True)
     )
-    words = f"it searched with {_words(best)}, the best on simulated clients ({tried})"
-    chosen = attack.with_variant(best)
-    if of_lengths:
-        clients, few, early, many, late = of_lengths
-        stops = early > late + _TIE
-        words += f", for {few if stops else many} iterations ({few}: {early / 1000:.2f}; {many}: {late / 1000:.2f}, "
-        words += f"on {plural(clients, 'simulated client')})"
-        chosen = replace(chosen, descent=replace(chosen.descent, iterations=few)) if stops else chosen
-    return chosen, Remark(words, (0,))
+    searches = ""
+    if finals:
+        clients, *numbers = finals
+        found = list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
+        decides = max(iterations for _, iterations, _ in found)
+        if decides == length:  # the attack's own length was tried, behind noise: all lengths compete
+            top = max(score for _, _, score in found)
+            decides = length = max(iterations for _, iterations, score in found if score + _TIE >= top)
+        place = _ranked({p: score for p, i, score in found if i == decides}, attack.variants)[0]
+        each = (f"tv={_weight(attack.variants[p])}, {i} iterations: {s / 1000:.2f}" for p, i, s in found)
+        searches = f"; on {plural(clients, 'simulated client')} {'; '.join(each)}"
+    chosen = attack.with_variant(attack.variants[place])
+    chosen = replace(chosen, descent=replace(chosen.descent, iterations=length))
+    words = f"it searched with {_words(attack.variants[place])} for {length} iterations, the best on simulated clients"
+    return chosen, Remark(f"{words} ({tried}{searches})", (0,))
 
 
-def _best(variants: Sequence[Variant], scores: Sequence[int]) -> Variant:
-    tied = [(v.last_tv, -score, v) for v, score in zip(variants, scores, strict=True)]
-    return min((each for each in tied if each[1] <= _TIE - max(scores)), key=lambda each: each[:2])[2]
+def _thousandths(found: Tensor) -> int:
+    return round(1000 * float(found.mean()))
+
+
+def _ranked(scores: Mapping[int, int], variants: Sequence[Variant]) -> list[int]:
+    """Rank places of variants by their scores; of those about as good as the best, the weakest last variation first."""
+    top = max(scores.values())
+    return sorted(
+        scores, key=lambda p: (0, variants[p].last_tv, -scores[p]) if scores[p] + _TIE >= top else (1, -scores[p], 0)
+    )
 
 
 def _words(variant: Variant) -> str:
-    end = "" if variant.tv_end is None else f", tv_end={variant.tv_end:g}"
-    return f"tv={variant.tv:g}{end}, lr={variant.stepper.lr:g}, sign={variant.stepper.sign}"
+    return f"tv={_weight(variant)}, lr={variant.stepper.lr:g}, sign={variant.stepper.sign}"
+
+
+def _weight(variant: Variant) -> str:
+    return f"{variant.tv:g}" if variant.tv_end is None else f"{variant.tv:g}, tv_end={variant.tv_end:g}"

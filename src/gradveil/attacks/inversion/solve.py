@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.inversion.descent import BUDGET, STALLED, Descent, Solution, descend
+from gradveil.attacks.inversion.distances import LIKELIHOOD
 from gradveil.attacks.inversion.image_sources import INPUTS, LATENT, Trained
 from gradveil.attacks.inversion.inversion_settings import InversionSettings
 from gradveil.attacks.inversion.optimisers import Adam
@@ -73,7 +74,7 @@ def search_rows(
     early, late = _split_budget(attack)
     points = frozenset(attack.points())
     solution = _descend(attack, problem, numbers, variables, constants, early, points, report)
-    if solved is not None or attack.tv_end is not None:
+    if solved is not None or attack.tv_end is not None or attack.objective == LIKELIHOOD:
         # The attack check compares the final objective with that of random images, by the same weights.
         with torch.no_grad():
             solution.initial = problem.loss(drawn, constants, numbers, problem.draws.streams(rows))

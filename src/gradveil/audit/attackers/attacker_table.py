@@ -158,7 +158,11 @@ RULES: tuple[Rule, ...] = (
         "where the largest are cut too, angles say little of the rest: a third way to compare, with the bounds",
         defence="zeros the largest",
     ),
-    Rule(("portfolio(rounding=interval)",), "a rounded entry says in what interval it was", defence="rounds to levels"),
+    Rule(
+        ("portfolio(objective=likelihood, tv=0.1)",),
+        "how likely an entry is sent as it was is known, and zeros say that it was small",
+        defence="draws entries",
+    ),
     Rule(("cdia(undo=true)",), "the transforms are public, and can be undone", defence="transforms inputs"),
     Rule(
         ("portfolio(whiten=true)",),
