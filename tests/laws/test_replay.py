@@ -103,6 +103,13 @@ def test_what_draws_entries_finds_them_likeliest_at_the_truth(text: str):
     torch.testing.assert_close(2 * (slope * step).sum(), moved, rtol=1e-4, atol=1e-12)
 
 
+@pytest.mark.parametrize("text", ["ternary", "minmax(0.5)"])
+def test_what_was_sent_without_a_number_has_no_likelihood(text: str):
+    sent = torch.tensor([[0.0, 1.0, torch.nan]])
+    unlikely = last_stage(parse(text).send).surprise({"w": torch.ones(1, 3)}, {"w": sent}, 0.5)["w"]
+    assert bool(unlikely.isnan()[0, 2])
+
+
 def test_pinned_clip_factor_is_used():
     client = parse("clip(norm=0.3)")(CLIENTS["gradient"])
     params, batch, noise, state = draw(client)

@@ -89,7 +89,7 @@ class MinMax(Checked, Pruning, DrawsEntries):
         share = (of_large - kept).exp()
         slope = (share * above + (1 - share) * below) * sign / scale
         square = own.square()
-        there = size > 0
+        there = sent != 0  # no number, too, must not pass for nothing sent
         unlikely = torch.where(there, torch.log1p(large.square()) - kept, torch.log1p(square))
         return WithSlope.apply(value, unlikely, torch.where(there, slope, 2 * own / (1 + square)) / root)
 
