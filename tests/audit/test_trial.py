@@ -96,8 +96,8 @@ def holds_truth(value: Any, truth: Tensor) -> bool:
 
 def test_a_search_that_chooses_to_stop_early_is_not_stopped_by_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = (900, 0, 0, 0)
-    for lengths, ran in (((1, 2, 900, 4, 100), 2), ((), 4)):
-        monkeypatch.setattr(Inversion, "rehearse", lambda *_, found=(*scores, *lengths): found)
+    for finals, ran in (((1, 0, 2, 900, 0, 4, 100), 2), ((), 4)):
+        monkeypatch.setattr(Inversion, "rehearse", lambda *_, found=(*scores, *finals): found)
         experiment = open_experiment(
             config(defences=["gaussian(0.1)"], attacks=["portfolio(iterations=4)"], target_clients=2)
         )

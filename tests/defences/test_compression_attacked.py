@@ -53,7 +53,7 @@ def test_attack_without_draws_compares_the_mean(defence: str):
 def test_attack_by_the_law_of_what_is_sent_recovers_more(defence: str):
     """An angle weighs all entries alike, and does not know that a zero was probably small."""
     attacks = ("portfolio(tv=0.1)", "portfolio(tv=0.1, objective=likelihood)")
-    experiment, result = defended(defence, 150, attacks, target_clients=6)
+    experiment, result = defended(defence, 100, attacks, target_clients=4)
     lower, upper = experiment.knowledge.space.bounds(experiment.truth.inputs)
     angle, law = (psnr(f.inputs, experiment.truth.inputs, lower, upper).mean() for f in result.values())
     assert law > angle + 0.1, (law, angle)
