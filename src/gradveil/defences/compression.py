@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from gradveil.core.noise import Bernoulli, Noise, NoiseSpec, Uniform
 from gradveil.core.settings import Bound, Checked, Count, Kept, Range, Share
@@ -17,7 +15,7 @@ from gradveil.core.tree import Tensors, counter, peak, plain, select, straight_t
 from gradveil.core.types import Context, DrawsEntries, Multiplier, Stage, Transform
 from gradveil.defences.entry import PRUNED, DefenceEntry
 from gradveil.defences.pruning import Pruning, Ratio, as_written, share, smallest_mask
-from gradveil.gradients.fused import in_blocks
+from gradveil.gradients.fused import in_blocks, with_slope
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class MinMax(Checked, Pruning, DrawsEntries):
         square = own.square()
         there = sent != 0  # no number, too, must not pass for nothing sent
         unlikely = torch.where(there, torch.log1p(large.square()) - kept, torch.log1p(square))
-        return WithSlope.apply(value, unlikely, torch.where(there, slope, 2 * own / (1 + square)) / root)
+        return with_slope(value, unlikely, torch.where(there, slope, 2 * own / (1 + square)) / root)
 
     def multiplier(
         self, params: Mapping[str, Tensor], noise: Mapping[str, Tensor], off: Collection[str]
@@ -104,22 +102,6 @@ def _least(size: Tensor) -> Tensor:
     """Return the smallest magnitude [N, 1] of each layer [N, P] that is not zero, and one where all are."""
     least = torch.where(size > 0, size, torch.inf).amin(1, keepdim=True)
     return torch.where(least.isfinite(), least, torch.ones_like(least))
-
-
-class WithSlope(Function):
-    """A function of single entries whose values and derivatives are computed together, in few passes."""
-
-    @staticmethod
-    def forward(ctx: Any, at: Tensor, values: Tensor, slopes: Tensor) -> Tensor:
-        """Return the values."""
-        ctx.save_for_backward(slopes)
-        return values
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *uppers: Tensor) -> tuple[Tensor, None, None]:
-        """Multiply by the derivatives."""
-        return uppers[0] * ctx.saved_tensors[0], None, None
 
 
 _UNLIKELY = 0.03
@@ -227,7 +209,7 @@ class Quantise(Checked, Transform, DrawsEntries):
         root = (near.square() + least.square()).sqrt()
         # Twice the probability, smoothed: never zero, and without cancellation where it is small.
         likely = torch.where(near > 0, near + root, least.square() / (root - near))
-        return WithSlope.apply(value, -(likely / 2).log(), away / (distance * root * level))
+        return with_slope(value, -(likely / 2).log(), away / (distance * root * level))
 
     def _rounded(self, value: Tensor, u: Tensor) -> Tensor:
         if self.clip < float("inf"):

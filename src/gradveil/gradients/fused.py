@@ -51,6 +51,11 @@ def total_variation(images: Tensor) -> Tensor:
     return _apply(_Variation, images)
 
 
+def with_slope(at: Tensor, values: Tensor, slopes: Tensor) -> Tensor:
+    """Return values of single entries `at`, with derivatives that were computed together with them, in few passes."""
+    return _apply(_WithSlope, at, values, slopes)
+
+
 def in_blocks(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
     """Apply a function that treats every entry of equally shaped tensors by itself: `function(*tensors)`, to the bit.
 
@@ -137,6 +142,18 @@ def _blocks(*vectors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
 def _inverse(norm: Tensor) -> Tensor:
     """1 / norm as a column; 0 for a row of zeros, NaN for one that diverged."""
     return torch.nan_to_num(norm.reciprocal(), nan=torch.nan, posinf=0.0).unsqueeze(1)
+
+
+class _WithSlope(Function):
+    @staticmethod
+    def forward(ctx: Any, at: Tensor, values: Tensor, slopes: Tensor) -> Tensor:
+        ctx.save_for_backward(slopes)
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *uppers: Tensor) -> tuple[Any, ...]:
+        return uppers[0] * ctx.saved_tensors[0], None, None
 
 
 class _Cosine(Function):
