@@ -82,8 +82,8 @@ def test_what_draws_entries_finds_them_likeliest_at_the_truth(text: str):
     noise = send.noise({"w": truth}).sample(Key(0))
     sent = send.apply({"w": truth}, {}, noise, _UNUSED)[0]["w"]
 
-    def surprise(value: torch.Tensor) -> float:
-        return float(send.surprise({"w": value[None]}, {"w": sent[None]}, 0.03)["w"].mean())
+    def unlikely(value: torch.Tensor) -> float:
+        return float(send.negative_log_likelihood({"w": value[None]}, {"w": sent[None]}, 0.03)["w"].mean())
 
     others = [
         0.7 * truth,
@@ -91,11 +91,11 @@ def test_what_draws_entries_finds_them_likeliest_at_the_truth(text: str):
         truth + 0.3 * torch.randn(100_000, generator=generator, dtype=torch.float64),
         -truth,
     ]
-    assert all(surprise(truth) < surprise(other) for other in others)
+    assert all(unlikely(truth) < unlikely(other) for other in others)
     tried = (truth[:200] + 0.1).requires_grad_()
 
     def whole(value: torch.Tensor) -> torch.Tensor:
-        return send.surprise({"w": value[None]}, {"w": sent[None, :200]}, 0.3)["w"].sum()
+        return send.negative_log_likelihood({"w": value[None]}, {"w": sent[None, :200]}, 0.3)["w"].sum()
 
     (slope,) = torch.autograd.grad(whole(tried), tried)
     step = 1e-6 * torch.randn(200, generator=generator, dtype=torch.float64)
@@ -106,7 +106,7 @@ def test_what_draws_entries_finds_them_likeliest_at_the_truth(text: str):
 @pytest.mark.parametrize("text", ["ternary", "minmax(0.5)"])
 def test_what_was_sent_without_a_number_has_no_likelihood(text: str):
     sent = torch.tensor([[0.0, 1.0, torch.nan]])
-    unlikely = last_stage(parse(text).send).surprise({"w": torch.ones(1, 3)}, {"w": sent}, 0.5)["w"]
+    unlikely = last_stage(parse(text).send).negative_log_likelihood({"w": torch.ones(1, 3)}, {"w": sent}, 0.5)["w"]
     assert bool(unlikely.isnan()[0, 2])
 
 

@@ -262,7 +262,9 @@ class DrawsEntries(ABC):
     """A transform that sends each entry as a random number of its own, by a law that is known."""
 
     @abstractmethod
-    def surprise(self, update: Mapping[str, Tensor], sent: Mapping[str, Tensor], width: float) -> Tensors:
+    def negative_log_likelihood(
+        self, update: Mapping[str, Tensor], sent: Mapping[str, Tensor], width: float
+    ) -> Tensors:
         """Return -log of the probability with which entries of updates [N, ...] are sent as these, up to constants.
 
         The law is smoothed over a width between 0 and 1, so that its slope leads from unlikely updates to likely ones.

@@ -67,15 +67,19 @@ class MinMax(Checked, Pruning, DrawsEntries):
         """Read the masks off the support, if it is still there: an entry rounded to zero would pass for C."""
         return super().evidence(sent, exact) if exact else {}
 
-    def surprise(self, update: Mapping[str, Tensor], sent: Mapping[str, Tensor], width: float) -> Tensors:
+    def negative_log_likelihood(
+        self, update: Mapping[str, Tensor], sent: Mapping[str, Tensor], width: float
+    ) -> Tensors:
         """Return -log of the probability g^2 / (g^2 + C) of what is sent, and of C / (g^2 + C) where nothing is.
 
         v = g + C/g has two roots, of which one is above sqrt(C). The smallest magnitude is about 2 sqrt(C). A value
         counts as sent if it is as near to a root as three widths, in units of sqrt(C).
         """
-        return {name: self._surprise(update[name].flatten(1), value.flatten(1), width) for name, value in sent.items()}
+        return {
+            name: self._of_entries(update[name].flatten(1), value.flatten(1), width) for name, value in sent.items()
+        }
 
-    def _surprise(self, value: Tensor, sent: Tensor, width: float) -> Tensor:
+    def _of_entries(self, value: Tensor, sent: Tensor, width: float) -> Tensor:
         size, sign, scale = sent.abs(), sent.sign(), (3 * width) ** 2
         root = _least(size) / 2
         own, shown = value.detach() / root, size / root
@@ -187,14 +191,18 @@ class Quantise(Checked, Transform, DrawsEntries):
         """Round every entry to a level."""
         return {name: self._rounded(value, noise[name]) for name, value in update.items()}, state
 
-    def surprise(self, update: Mapping[str, Tensor], sent: Mapping[str, Tensor], width: float) -> Tensors:
+    def negative_log_likelihood(
+        self, update: Mapping[str, Tensor], sent: Mapping[str, Tensor], width: float
+    ) -> Tensors:
         """Return -log of the rounding's probabilities: one less the distance to the level, in levels.
 
         The smallest magnitude of a layer is taken for one level. Where it is several, the law is only wider.
         """
-        return {name: self._surprise(update[name].flatten(1), value.flatten(1), width) for name, value in sent.items()}
+        return {
+            name: self._of_entries(update[name].flatten(1), value.flatten(1), width) for name, value in sent.items()
+        }
 
-    def _surprise(self, value: Tensor, sent: Tensor, width: float) -> Tensor:
+    def _of_entries(self, value: Tensor, sent: Tensor, width: float) -> Tensor:
         size = sent.abs()
         level = _least(size)
         there, levels = size > 0, sent / level

@@ -488,7 +488,7 @@ class InversionProblem:
                 sent, compared = ({n: part[n] * weights[n] for n in compared} for part in (sent, compared))
             state = after
             if distance is None and self.attack.objective == LIKELIHOOD:
-                value = self._surprise(r, sent, compared, iteration)
+                value = self._negative_log_likelihood(r, sent, compared, iteration)
             elif distance is None:
                 value = OBJECTIVES[self.attack.objective](sent, compared)
                 value = of_gradients(value, self.attack.objective, r.simulated_client, self.examples)
@@ -498,7 +498,9 @@ class InversionProblem:
         assert total is not None, "at least one round is observed"
         return total / len(self.rounds) if len(self.rounds) > 1 else total
 
-    def _surprise(self, r: ObservedRound, sent: Tensors, observed: Tensors, iteration: int | None) -> Tensor:
+    def _negative_log_likelihood(
+        self, r: ObservedRound, sent: Tensors, observed: Tensors, iteration: int | None
+    ) -> Tensor:
         """Return how unlikely the client sends what was observed, in units of ten for each number of the examples.
 
         In these a total variation of weight 0.1 is a law of differences between neighbours with a mean of about one.
@@ -506,7 +508,7 @@ class InversionProblem:
         drawing, last = last_stage(r.simulated_client.send), self.attack.descent.iterations - 1
         assert isinstance(drawing, DrawsEntries), "an attack by likelihood is refused where nothing is drawn"
         width = self.attack.width_at(last if iteration is None else iteration)
-        entries = drawing.surprise(sent, observed, width)
+        entries = drawing.negative_log_likelihood(sent, observed, width)
         total = torch.stack([value.flatten(1).sum(1) for value in entries.values()]).sum(0)
         return total / (10 * self.examples * prod(self.knowledge.space.shape))
 
