@@ -45,6 +45,7 @@ from gradveil.nn.surgery import replace_batchnorm
 COLUMNS = ("data", "model", "defence", "variant", "tv", "iterations", "ssim", "error", "recovered", "target_clients")
 COLUMNS += ("seconds", "date", "machine", "torch", "seed")
 DEFENCES = {"none": 0.03, "dp(clip=20, sigma=1e-3)": 0.1, "dgp(top=0.2, bottom=0.6)": 0.1}
+DEFENCES |= {"prune(0.9)": 0.1, "sign": 0.1, "soteria": 0.03, "precode": 0.01}
 """Defences, each with the weight of the total variation that suits it."""
 _TILE, _FEATURES, _FALLING = 4, 0.01, (0.1, 0.003)
 
