@@ -6,9 +6,9 @@
 The search of `portfolio` with one weight of the total variation, changed in one thing at a time. Target clients hold
 the first test images, one image an update; models are untrained, labels known. `tiles` starts from one random tile of
 4 x 4 pixels, repeated. `features` adds the squared distance of the last layer's inputs from those that its gradient
-shows, relative to their squared length. `falling` lowers the weight of the total variation from 0.1 to 0.003 during the
-search. A line is a mean over the target clients; `error` is the standard error of the paired difference to the first
-variant. Lines that the output has already are left out.
+shows, relative to their squared length; without a bias in that layer it is left out. `falling` lowers the weight of
+the total variation from 0.1 to 0.003 during the search. A line is a mean over the target clients; `error` is the
+standard error of the paired difference to the first variant. Lines that the output has already are left out.
 """
 
 from __future__ import annotations
@@ -107,11 +107,13 @@ def variants(attack: Any, model: nn.Module) -> dict[str, Any]:
     def with_steps(lr: float, schedule: Cosine | Plateau) -> Any:
         return replace(attack, descent=replace(attack.descent, stepper=Adam(lr=lr), schedule=schedule))
 
+    bias = getattr(model.get_submodule(last_layer(model)), "bias", None)
+    shown = Started(model, weight=_FEATURES)
     return {
         "plateau, 0.1": with_steps(0.1, Plateau(patience=400)),
         **{f"cosine, {lr:g}": with_steps(lr, Cosine()) for lr in sorted({0.1, own, 1.0})},
         f"cosine, {own:g}, tiles": replace(attack, images=Started(model, tiles=True)),
-        f"cosine, {own:g}, features": replace(attack, images=Started(model, weight=_FEATURES)),
+        **({} if bias is None else {f"cosine, {own:g}, features": replace(attack, images=shown)}),
         f"cosine, {own:g}, falling": replace(attack, tv=_FALLING[0], tv_end=_FALLING[1]),
     }
 
