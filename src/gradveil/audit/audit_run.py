@@ -88,7 +88,7 @@ def expected_work(experiment: Experiment) -> dict[str, float]:
     return {name: usual if work is None else work for name, work in known.items()}
 
 
-def _row_iterations(attack: Attack, text: str, config: RunConfig, attackers: int) -> float | None:
+def _row_iterations(attack: Attack, text: str, config: RunConfig, attackers: float) -> float | None:
     """Count the iterations of all restarts of one target; a budget in time is taken to be spent, whatever it buys."""
     if isinstance(attack, Analytic | Estimated | HiddenUnits | Planting | Recursive | Unmix):
         return 0.0
