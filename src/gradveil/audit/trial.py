@@ -185,6 +185,7 @@ def recover(
         "pruned": None if carried else pruned(client),
         "held_back": held,
         "drawn": drawn,
+        "carries": bool(client.init(plain.params())),
         "layers": sizes,
     }
     return recovered(experiment, client, made, sent, truth, tensors | leak, facts)
