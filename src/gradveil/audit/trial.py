@@ -185,7 +185,7 @@ def recover(
         "pruned": None if carried else pruned(client),
         "held_back": held,
         "drawn": drawn,
-        "carries": bool(client.init(plain.params())),
+        "carries": bool(client.init(seen[-1].params)),
         "layers": sizes,
     }
     return recovered(experiment, client, made, sent, truth, tensors | leak, facts)

@@ -131,8 +131,8 @@ def audit(
         opened = audit_steps.describe_run(experiment, decisions, count, command)
         folder = audit_steps.choose_folder(opened, out, fresh)
         with audit_steps.resumable(folder):
-            console, workers = Console(stderr=True, markup=False), place.schedule(count)
-            opened.finish(folder, console, fresh, workers, data_dir, audit_steps.heard_rounds(config))
+            console, at = Console(stderr=True, markup=False), place.schedule(count)
+            opened.finish(folder, console, fresh, at, data_dir, audit_steps.heard_rounds(config))
     audit_steps.show_trials(opened, as_json, folder, Detail(every, explain))
     audit_steps.warn_of_code(folder, config, folder / TRAINING if trained else None)
     return audit_steps.judge(folder, as_json, fail_above, accepted, exports)
