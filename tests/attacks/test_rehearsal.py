@@ -95,14 +95,21 @@ def test_progress_counts_rehearsals_with_the_attack() -> None:
     attack([scene.observation], scene.client, scene.knowledge, Key(3), seen.append)
     done = [each.row_iterations for each in seen]
     assert done == sorted(done)
-    assert {each.row_budget for each in seen} == {2 * 3 * 150 + 3 * 200}
+    assert {each.row_budget for each in seen} == {2 * 2 * 150 + 3 * 200}
 
 
 def test_rehearsals_fit_into_the_budget() -> None:
-    for rows, targets in ((300, 1), (2000, 1), (1200, 4), (64_000, 32)):
-        iterations = iterations_within(rows, targets, 4)
+    for allowed, targets, beside in ((300, 1, 0), (2000, 1, 1), (300, 4, 0), (300, 4, 1), (2000, 32, 1)):
+        iterations = iterations_within(allowed, targets, 4, timed=bool(beside))
         clients, of_each = effort(iterations, targets, 4)
-        assert 0.9 * rows <= iterations * targets + 4 * clients * of_each <= rows
+        spent, whole = iterations * (targets + beside) + 4 * (clients + beside) * of_each, allowed * (targets + beside)
+        assert 0.9 * whole <= spent <= whole
+
+
+def test_a_short_attack_of_few_targets_rehearses_less_than_it_attacks() -> None:
+    for iterations in (100, 200, 400, 800):
+        clients, of_each = effort(iterations, 4, 4)
+        assert 4 * clients * of_each <= 4 * iterations
 
 
 def test_behind_added_noise_other_lengths_are_tried_on_the_first_clients() -> None:
@@ -115,7 +122,7 @@ def test_behind_added_noise_other_lengths_are_tried_on_the_first_clients() -> No
     seen = list[Progress]()
     found = attack([noisy.observation], noisy.client, noisy.knowledge, Key(3), seen.append)
     length = int(found.remarks[-1].words.partition(" for ")[2].partition(" iterations")[0])
-    assert seen[-1].row_budget == 2 * 3 * 150 + 200 + 4 * length
+    assert seen[-1].row_budget == 2 * 2 * 150 + 200 + 4 * length
 
 
 def test_where_rehearsals_are_short_the_two_best_are_tried_for_longer() -> None:
@@ -145,8 +152,8 @@ def test_a_search_stops_early_only_if_that_finds_clearly_more() -> None:
 
 
 def test_rehearsals_behind_noise_fit_into_the_budget() -> None:
-    for rows, targets in ((2000, 1), (4000, 4), (64_000, 32), (200_000, 64)):
-        iterations = iterations_within(rows, targets, 4, noisy=True)
+    for allowed, targets in ((2000, 1), (1000, 4), (2000, 32), (3125, 64)):
+        rows, iterations = allowed * targets, iterations_within(allowed, targets, 4, noisy=True)
         clients, of_each = effort(iterations, targets, 4)
         few, finals = further(iterations, targets, 4, noisy=True)
         more = few * sum(count * length for count, length in finals)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -390,6 +391,21 @@ def test_guesses_that_look_like_what_was_trained_on_are_no_leak() -> None:
         }
     assert outcome["guess"] == {"recovered as trained on": False, "identified as trained on": False}
     assert outcome["right"] == {"recovered as trained on": True, "identified as trained on": True}
+
+
+@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("images", [0, 1, 5])
+@pytest.mark.parametrize("defence", ["ats", "mixup"])
+def test_images_are_transformed_alike_however_many_batches_go_together(
+    monkeypatch: pytest.MonkeyPatch, defence: str, images: int, together: int
+) -> None:
+    experiment, _, _ = ats_experiment(defences=[defence])
+    client = experiment.client(0, defence, 0)
+    transformed = partial(scoring._made, BatchDefences(client.batch, client.domain), experiment.private.inputs[:images])
+    whole = transformed(2, 0)
+    monkeypatch.setattr(scoring, "_TOGETHER", together)
+    assert torch.equal(transformed(2, 0), whole)
+    assert len(whole) == images
 
 
 @pytest.mark.parametrize(("defence", "mixes"), [("ats", False), ("mixup", True)])

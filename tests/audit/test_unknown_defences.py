@@ -10,16 +10,19 @@ from torch import nn
 
 import gradveil
 from gradveil.attacks.protocol import Reconstruction
-from gradveil.audit.attack_selection import aimed_at, make_name
+from gradveil.audit.attack_selection import aimed_at, is_same_attack, make_name, trials
+from gradveil.audit.preflight import open_experiment
 from gradveil.audit.recommendation import recommend
 from gradveil.audit.result_rows import Row
 from gradveil.audit.run_directory import Trial
+from gradveil.audit.trial import recover
 from gradveil.audit.verdict import Verdict, verdicts
 from gradveil.core.noise import Noise, NoiseSpec, Normal
 from gradveil.core.tree import Tensors
 from gradveil.core.types import Stage, Transform
 from gradveil.data import load
 from gradveil.defences import Defence, chain
+from tests.audit.runs import config
 from tests.report.trials import BARE, HEALTHY, row
 
 LATTICE, WEAKER = "mine:Lattice(step=1)", "mine:Lattice(step=0.1)"
@@ -135,6 +138,31 @@ def test_an_attack_of_ones_own_that_does_not_count_is_told_why(change: dict[str,
     (verdict,) = (each for each in verdicts([*late, *bare, BARE]) if each.defence == LATTICE)
     assert verdict.level == "inconclusive"
     assert f"mine:undo does not count here: {why}" in verdict.reasons[-1]
+
+
+@pytest.mark.parametrize(("rounds", "carries"), [(1, True), (2, False), (2, True)])
+def test_several_rounds_of_a_defence_that_carries_a_state_are_not_judged(rounds: int, carries: bool) -> None:
+    """Noise that a client draws once and keeps cancels in the difference of two rounds."""
+    rows = [_in_round(each, rounds - 1) for each in (*UNDONE, *SHOWN, BARE)]
+    used = {"rounds_used": list(range(rounds)), "carries": carries}
+    kept = [replace(each, trial=replace(each.trial, info={**each.info, **used})) for each in rows]
+    (verdict,) = (each for each in verdicts(kept) if each.defence == LATTICE)
+    assert verdict.level == ("inconclusive" if rounds > 1 and carries else "not broken")
+    assert any("carries something from round to round" in reason for reason in verdict.reasons) is (
+        rounds > 1 and carries
+    )
+
+
+def test_a_general_attack_on_the_last_of_several_rounds_is_another_one() -> None:
+    assert is_same_attack("portfolio", "portfolio(rounds=all)")
+    assert not is_same_attack("portfolio", "portfolio(rounds=last)")
+
+
+@pytest.mark.parametrize(("defence", "carries"), [("dgp", True), ("dgp(feedback=false)", False), ("dp(1, 1)", False)])
+def test_a_trial_says_whether_clients_keep_something_between_rounds(defence: str, carries: bool) -> None:
+    experiment = open_experiment(config(defences=[defence], attacks=["ig(iterations=1)"], target_clients=1))
+    found = recover(experiment, trials(experiment.config)[0], range(1), lambda _: None)
+    assert found.facts["carries"] is carries
 
 
 def _in_round(each: Row, number: int) -> Row:

@@ -277,7 +277,7 @@ def test_an_attack_that_fails_without_a_defence_proves_nothing() -> None:
     ("used", "reason"),
     [
         ([15], "the other 15 rounds were not used: --attack 'portfolio' or averaging"),
-        (None, "nothing says which of the 16 rounds it used"),
+        (None, "nothing says which of the 16 rounds it used, so it shows nothing of all of them: if it uses all, give"),
         (range(16), ""),
     ],
 )

@@ -39,23 +39,20 @@ from gradveil.audit.attack_selection import (
     stands_for_many,
     without_aim,
 )
-from gradveil.audit.attackers.run_attackers import Decision, choice_of_texts, closed_forms, decide, untried, widened
+from gradveil.audit.attackers.run_attackers import Decision, choice_of_texts, decide, widened
 from gradveil.audit.audit_config import FIRST_SEARCH, RunConfig
-from gradveil.audit.audit_run import describe, run, title, too_few
+from gradveil.audit.audit_run import opened_run
 from gradveil.audit.defence_costs import Costs, DefenceCost, costs_of
-from gradveil.audit.display import Screen
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.findings import Findings, findings, print_outcome, undone
 from gradveil.audit.preflight import others, unobstructed
 from gradveil.audit.recommendation import Recommendation
-from gradveil.audit.run_directory import TRAINING, Store, Trial, load_run
+from gradveil.audit.run_directory import Trial, load_run
 from gradveil.audit.run_file import resolve, unmet, with_defaults
 from gradveil.audit.sources import training_config
-from gradveil.audit.trial import sharing
 from gradveil.audit.verdict import Verdict
 from gradveil.client import Local, usual_loss
 from gradveil.core.errors import GradveilError, Problem, refuse
-from gradveil.core.formatting import percent
 from gradveil.core.given_objects import named
 from gradveil.core.space import Space
 from gradveil.core.types import Loss
@@ -66,11 +63,7 @@ from gradveil.data.pixel_range import Bounds, pixel_statistics
 from gradveil.data.text_arguments import text_arguments
 from gradveil.defences import Defence, parse
 from gradveil.federated.training_api import local_settings
-from gradveil.federated.training_run import TRAINING_RUN
-from gradveil.federated.training_run import describe as describe_training
-from gradveil.federated.training_run import run as train
-from gradveil.federated.training_setup import TrainingSetting, TrainingTrial, device_problems, setting_problems
-from gradveil.federated.training_state import RoundResult, Status
+from gradveil.federated.training_setup import TrainingSetting, device_problems, setting_problems
 from gradveil.nn.token_layout import TokenModel
 
 _ARGUMENTS = {
@@ -397,41 +390,19 @@ def _run(
     progress: bool,
 ) -> Result:
     folder = Path(tempfile.mkdtemp(prefix="gradveil-") if out is None else out)
-    warnings = tuple(str(problem) for problem in closed_forms(experiment, decisions, called=True))
-    shared = sharing(experiment)
-    info = describe(
-        experiment.config,
-        experiment.config.target_clients,
-        _CALL,
-        sharing=shared,
-        warnings=warnings,
-        untried=untried(decisions),
-    )
+    opened = opened_run(experiment, decisions, experiment.config.target_clients, _CALL, called=True)
     # A quiet console would still leave an empty output in a notebook.
     console = Console(stderr=True, quiet=not progress, markup=False, force_jupyter=None if progress else False)
     with ExitStack() as undo:
         if out is None:  # whatever stops the run, an interrupt too: the temporary folder holds private images
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
-        with _one_thread(experiment.config.device), Store(folder).open(info) as store:
-            if (setting := experiment.cost) is not None:
-                trained = describe_training(setting.config, _CALL, images=setting.data.identities())
-                if setting.note:
-                    console.print(setting.note, highlight=False, soft_wrap=True)
-                with TRAINING_RUN.opened(folder / TRAINING, trained):
-                    train(setting, folder / TRAINING, partial(_show_training, console, setting.config.rounds))
-            with Screen(console, title(experiment), too_few(experiment)) as screen:
-                run(experiment, store, screen, experiment.config.target_clients)
+        with _one_thread(experiment.config.device):
+            opened.finish(folder, console)
         result = make(folder)
         undo.pop_all()
     if out is None:
         weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)
     return result
-
-
-def _show_training(console: Console, rounds: int, trial: TrainingTrial, record: RoundResult, _: Status) -> None:
-    if record.number == rounds:
-        after = f"trained with {trial.title}, seed {trial.seed}: accuracy {percent(record.accuracy)}"
-        console.print(after, highlight=False)
 
 
 @contextmanager

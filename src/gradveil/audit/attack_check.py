@@ -344,11 +344,13 @@ def unused_rounds(row: Row) -> str:
     """
     used, watched = row.rounds_used, row.setting.round + 1
     if used is None:
-        return f"nothing says which of the {watched} rounds it used, so it shows nothing of all of them"
+        words = f"nothing says which of the {watched} rounds it used, so it shows nothing of all of them"
+        return f'{words}: if it uses all, give it the attribute rounds = "all"'
     if not (left := watched - len(used)):
         return ""
     others = f"the other {plural(left, 'round')} {'was' if left == 1 else 'were'} not used"
-    return f"{others}: --attack 'portfolio' or averaging"
+    remedy = "let it use all of them" if row.info.get("custom") else "--attack 'portfolio' or averaging"
+    return f"{others}: {remedy}"
 
 
 def guesses(row: Row) -> bool:

@@ -226,7 +226,7 @@ def general_attacks(defence: str, *, public: bool, kind: str) -> list[str]:
     return [make_name(text) for text in attacks_against([ADAPTIVE], defence, public=public, kind=kind)]
 
 
-_TELLING = ("simulated_client", "undo_entries", "objective")
+_TELLING = ("simulated_client", "undo_entries", "objective", "rounds")
 """Settings that make two general attacks on an unknown defence different ones; lengths and weights do not."""
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean
@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
+from rich.console import Console
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from gradveil.attacks.malicious.planted_block import Planting
 from gradveil.attacks.protocol import Attack, Progress
 from gradveil.audit.attack_selection import TrialAddress, open_ended, target_clients, trials, undefended
 from gradveil.audit.attackers.needless_searches import needless
+from gradveil.audit.attackers.run_attackers import Decision, closed_forms, untried
 from gradveil.audit.audit_config import AUTO, ClientConfig, RunConfig
 from gradveil.audit.budgets import (
     AUTO_SECONDS,
@@ -40,21 +42,27 @@ from gradveil.audit.budgets import (
     spends,
     write_plan,
 )
+from gradveil.audit.display import Screen
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.grants import told
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.recorded.recorded_attack import recover_observed, score_observed
-from gradveil.audit.run_directory import Store, Trial
+from gradveil.audit.run_directory import TRAINING, Store, Trial
 from gradveil.audit.score import TrialNames, failure, score
-from gradveil.audit.sources import Source
-from gradveil.audit.trial import Recovered, merge, recover, sharers_of
+from gradveil.audit.sources import Source, TrainingSource
+from gradveil.audit.trial import Recovered, merge, recover, sharers_of, sharing
 from gradveil.audit.verdict import ENOUGH
 from gradveil.core.errors import GradveilError, Problem
-from gradveil.core.formatting import duration, listing, plural
+from gradveil.core.formatting import duration, listing, percent, plural
 from gradveil.core.freed_memory import keep_freed_memory
 from gradveil.core.user_code import code_of
 from gradveil.defences import entries
-from gradveil.federated.training_setup import refuse_other_images
+from gradveil.federated.training_run import TRAINING_RUN, load_summaries, load_training
+from gradveil.federated.training_run import describe as describe_training
+from gradveil.federated.training_run import run as train
+from gradveil.federated.training_run import site as train_site
+from gradveil.federated.training_setup import TrainingSetting, TrainingTrial, refuse_other_images
+from gradveil.federated.training_state import RoundResult, Status
 from gradveil.nn.weight_files import fingerprint
 from gradveil.runs.run_folder import described
 from gradveil.runs.task import Job, Parcel, Report, Scheduler, Site, Work, in_process
@@ -80,7 +88,7 @@ def expected_work(experiment: Experiment) -> dict[str, float]:
     return {name: usual if work is None else work for name, work in known.items()}
 
 
-def _row_iterations(attack: Attack, text: str, config: RunConfig, attackers: int) -> float | None:
+def _row_iterations(attack: Attack, text: str, config: RunConfig, attackers: float) -> float | None:
     """Count the iterations of all restarts of one target; a budget in time is taken to be spent, whatever it buys."""
     if isinstance(attack, Analytic | Estimated | HiddenUnits | Planting | Recursive | Unmix):
         return 0.0
@@ -206,6 +214,10 @@ def too_few(experiment: Experiment) -> str:
     return f"No defence can be shown to be not broken with {plural(most, words.noun)}: at least {ENOUGH} are needed."
 
 
+RoundReport = Callable[[TrainingTrial, RoundResult, Status], None]
+"""Is called after each round of a training."""
+
+
 class Display(Protocol):
     """What a run tells while it works. Every method is called from one thread."""
 
@@ -227,6 +239,98 @@ class Display(Protocol):
     def done(self, trial: TrialAddress, result: Trial) -> None:
         """Hear that a trial is finished."""
         ...
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """A run that is ready to start, and what its files are to say."""
+
+    experiment: Experiment
+    info: Mapping[str, Any]
+    command: str
+
+    @property
+    def training(self) -> TrainingSetting | None:
+        """The trainings that the audit attacks, or that measure accuracies."""
+        source = self.experiment.source
+        return source.setting if isinstance(source, TrainingSource) else self.experiment.cost
+
+    @cached_property
+    def training_info(self) -> Mapping[str, Any] | None:
+        """What the file of the trainings is to say."""
+        if (setting := self.training) is None:
+            return None
+        return describe_training(setting.config, self.command, setting.weights, setting.data.identities())
+
+    def problems(self, folder: Path) -> list[Problem]:
+        """Find out why the run can neither begin in a folder nor go on there."""
+        found = Store(folder).problems(self.info)
+        if not found and self.training_info is not None:
+            found = TRAINING_RUN.problems(folder / TRAINING, self.training_info)
+        return found
+
+    def finish(
+        self,
+        folder: Path,
+        console: Console,
+        fresh: bool = False,
+        workers: Callable[[Site], Scheduler] = lambda _: in_process,
+        data_dir: Path | None = None,
+        heard: RoundReport | None = None,
+    ) -> None:
+        """Run the trainings and the trials that are not done, by `workers` who read `data_dir`, or in this process.
+
+        `heard` is called after each round of the trainings; without it a line says how each of them ended.
+        """
+        experiment = self.experiment.following(folder / TRAINING)
+        with Store(folder).open(self.info, fresh) as store:
+            share = store.info()["share"]
+            if (setting := self.training) is not None:
+                self._train(folder / TRAINING, console, workers(train_site(setting, data_dir)), heard)
+            with Screen(console, title(experiment), too_few(experiment)) as screen:
+                run(experiment, store, screen, share, workers(site(experiment, data_dir)))
+
+    def _train(self, folder: Path, console: Console, schedule: Scheduler, heard: RoundReport | None) -> None:
+        """Run the unfinished trainings that the audit attacks, or that measure accuracies, and keep their states."""
+        config, setting, info = self.experiment.config, self.training, self.training_info
+        assert setting is not None
+        assert info is not None
+        with TRAINING_RUN.opened(folder, info):
+            if config.train is None:
+                planned, finished = load_training(folder).trials, load_summaries(folder)
+                done = f", {len(finished)} of them already done" if finished else ""
+                done += f" ({setting.note})" * bool(setting.note)
+                count = f"{plural(len(planned), 'training')} of {plural(setting.config.rounds, 'round')}"
+                words = f"{count} for the accuracy of each defence{done}"
+                console.print(words, style="bold", highlight=False, soft_wrap=True)
+            stages = config.train.stages if config.train else ()
+            train(setting, folder, heard or partial(_print_end, console), schedule, at=stages)
+
+
+def opened_run(
+    experiment: Experiment, decisions: Sequence[Decision], share: int, command: str, called: bool = False
+) -> OpenedRun:
+    """Describe a run as its files do; `called` says that it is a call of a function."""
+    warnings = [str(problem) for problem in closed_forms(experiment, decisions, called=called)]
+    info = describe(
+        experiment.config,
+        share,
+        command,
+        experiment.held,
+        sharing(experiment),
+        warnings,
+        experiment.images,
+        untried(decisions),
+    )
+    return OpenedRun(experiment, info, command)
+
+
+def _print_end(console: Console, trial: TrainingTrial, last: RoundResult, status: Status) -> None:
+    """Print one line when a training next to an audit has ended."""
+    if status != "running":
+        ended = "" if status == "finished" else f" ({status})"
+        words = f"trained with {trial.title}, seed {trial.seed}: accuracy {percent(last.accuracy)}{ended}"
+        console.print(words, highlight=False, soft_wrap=True)
 
 
 def run(

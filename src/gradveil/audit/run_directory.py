@@ -190,6 +190,7 @@ class _Finished(_Address):
     grants: list[str]
     secrets: list[str]
     rounds_used: Annotated[list[Count], Field(min_length=1)] | None
+    carries: bool = False
     remarks: list[str] = Field(default=[])
     suspicions: list[str] = Field(default=[])
     notes: list[str] = Field(default=[])

@@ -39,6 +39,8 @@ GALLERY = 2048
 PUBLIC = 4096
 """Public images that the chance of a guess is computed from, at most."""
 
+_TOGETHER = 64
+"""Batches that are transformed at once, at most."""
 SHOWN = 64
 """Reconstructions of a trial whose nearest images are kept with the pictures, at most."""
 NEIGHBOURS = 3
@@ -108,11 +110,19 @@ def _others(experiment: Experiment, trial: TrialAddress, places: Tensor) -> Tens
 
 def _made(batches: BatchDefences, inputs: Tensor, size: int, seed: int) -> Tensor:
     """Pass images [N, C, H, W] through the client's batch transforms, batch by batch."""
-    key, made = Key(seed, (Stream.GALLERY,)), [inputs[:0]]
-    for number, some in enumerate(inputs.split(size) if len(inputs) else ()):  # no images are one empty part
-        batch = Batch(some, torch.zeros(len(some), dtype=torch.long, device=some.device))
-        noise = batches.spec(batch).sample(key.child(number), some.device)
-        made.append(batches.apply(batch, noise).inputs)
+    count, key, made = len(inputs) // size, Key(seed, (Stream.GALLERY,)), [inputs[:0]]
+    whole, rest = inputs[: count * size].unflatten(0, (count, size)), inputs[None, count * size :]
+    number = 0
+    for some in (*whole.split(_TOGETHER), rest):
+        if not some.numel():
+            continue
+        targets = torch.zeros(some.shape[1], dtype=torch.long, device=some.device)
+        spec = batches.spec(Batch(some[0], targets))
+        drawn = [spec.sample(key.child(number + i), some.device) for i in range(len(some))]
+        noise = {name: torch.stack([each[name] for each in drawn]) for name in drawn[0]}
+        transformed = torch.vmap(lambda one, own, y=targets: batches.apply(Batch(one, y), own).inputs)(some, noise)
+        made.append(transformed.flatten(0, 1))
+        number += len(some)
     return torch.cat(made)
 
 

@@ -47,6 +47,7 @@ from gradveil.audit.budgets import (
     restarts_worth,
     share_left,
     spends,
+    weight,
     within,
 )
 from gradveil.audit.error_bound import leaked, taylor_errors
@@ -184,6 +185,7 @@ def recover(
         "pruned": None if carried else pruned(client),
         "held_back": held,
         "drawn": drawn,
+        "carries": bool(client.init(seen[-1].params)),
         "layers": sizes,
     }
     return recovered(experiment, client, made, sent, truth, tensors | leak, facts)
@@ -394,17 +396,19 @@ def _afforded(
     return within(budget_of(config), attack, share, time_of, plans)
 
 
-def sharers_of(experiment: Experiment, trial: TrialAddress) -> int:
-    """Count the attacks that share a trial's budget; a control has what its attack has on a defended client."""
+def sharers_of(experiment: Experiment, trial: TrialAddress) -> float:
+    """Add up the attacks that share a trial's budget; a control has what its attack has on a defended client."""
     defence = first_met(experiment.config, trial.attack) if trial.control else trial.defence
-    return spenders(experiment, trial.client, defence)
+    examples = experiment.config.client[trial.client].examples
+    weights = (weight(each, examples) for each in spenders(experiment, trial.client, defence))
+    return sum(weights) / weight(experiment.attacks[trial.attack], examples)
 
 
-def spenders(experiment: Experiment, client: int, defence: str) -> int:
-    """Count the attacks that share the budget of a defended client: those that apply to it, and search or learn."""
+def spenders(experiment: Experiment, client: int, defence: str) -> list[Attack]:
+    """List the attacks that share the budget of a defended client: those that apply to it, and search or learn."""
     on_it = [text for text, whose in pairs(experiment.config) if whose == defence]
     fit = (text for text in on_it if (client, defence, text) not in experiment.unfit)
-    return sum(_on_budget(experiment.config, text, experiment.attacks[text]) for text in fit)
+    return [each for text in fit if _on_budget(experiment.config, text, each := experiment.attacks[text])]
 
 
 def _on_budget(config: RunConfig, text: str, attack: Attack) -> bool:
@@ -423,7 +427,8 @@ def sharing(experiment: Experiment) -> dict[str, list[int]]:
     """Count those who share the budget of each defence, client by client; nothing where there is none that is fixed."""
     clients = range(len(experiment.config.client)) if experiment.config.budget not in (None, AUTO) else ()
     return {
-        defence: [spenders(experiment, client, defence) for client in clients] for defence in experiment.config.defences
+        defence: [len(spenders(experiment, client, defence)) for client in clients]
+        for defence in experiment.config.defences
     }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from gradveil.cli.shared_options import (
     AcceptOption,
@@ -102,6 +103,7 @@ def audit(
     from gradveil.audit.run_directory import TRAINING
     from gradveil.cli import audit_steps
     from gradveil.cli.exports import Exports
+    from gradveil.runs.pool import cores
 
     own_code()
     name, data = described(name, model, data)
@@ -125,9 +127,12 @@ def audit(
         place = Place(engine, address, config.device)
         place.check(workers)
         experiment, decisions = audit_steps.open_run(config, data_dir)
-        opened = audit_steps.describe_run(experiment, decisions, workers, command)
+        count = workers or (cores() if config.device == "cpu" else 1)
+        opened = audit_steps.describe_run(experiment, decisions, count, command)
         folder = audit_steps.choose_folder(opened, out, fresh)
-        trials = audit_steps.run_trials(opened, folder, fresh, data_dir, place)
+        with audit_steps.resumable(folder):
+            console, at = Console(stderr=True, markup=False), place.schedule(count)
+            opened.finish(folder, console, fresh, at, data_dir, audit_steps.heard_rounds(config))
     audit_steps.show_trials(opened, as_json, folder, Detail(every, explain))
-    audit_steps.warn_of_code(trials, config, folder / TRAINING if trained else None)
+    audit_steps.warn_of_code(folder, config, folder / TRAINING if trained else None)
     return audit_steps.judge(folder, as_json, fail_above, accepted, exports)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +16,30 @@ from rich.console import Console
 from rich.text import Text
 
 from gradveil.audit.attack_selection import ADAPTIVE, auto_budget, trials, without_aim
-from gradveil.audit.attackers.run_attackers import Decision, choice_of, closed_forms, decide, untried, widened
+from gradveil.audit.attackers.run_attackers import Decision, choice_of, decide, widened
 from gradveil.audit.audit_config import RunConfig
-from gradveil.audit.audit_run import describe, run, site, title, too_few
-from gradveil.audit.display import Screen
+from gradveil.audit.audit_run import OpenedRun, RoundReport, opened_run
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.findings import findings_of
 from gradveil.audit.gate import Accepted, gate
 from gradveil.audit.preflight import open_experiment
 from gradveil.audit.recorded.recorded_attack import NO_SCORE
 from gradveil.audit.recorded.recorded_updates import open_observed
-from gradveil.audit.run_directory import AUDIT, TRAINING, Store, Trial, load_run
+from gradveil.audit.run_directory import AUDIT, load_run
 from gradveil.audit.run_file import assemble, read
-from gradveil.audit.sources import TrainingSource
-from gradveil.audit.trial import sharing
 from gradveil.cli.audit_output import show_gate, show_outcome
 from gradveil.cli.exports import Exports, check_accepted
-from gradveil.cli.shared_options import Detail, Place, again, run_directory, unnamed
-from gradveil.cli.training_output import show_end, show_round, warn
-from gradveil.core.errors import Problem, fail
+from gradveil.cli.shared_options import Detail, again, run_directory, unnamed
+from gradveil.cli.training_output import show_round, warn
+from gradveil.core.errors import fail
 from gradveil.core.formatting import plural
 from gradveil.core.user_code import outdated
 from gradveil.data.registry import kind_of
 from gradveil.federated.training_config import UNSEEN
-from gradveil.federated.training_run import TRAINING_RUN, load_summaries, load_training
-from gradveil.federated.training_run import describe as describe_training
-from gradveil.federated.training_run import run as train
-from gradveil.federated.training_run import site as train_site
-from gradveil.federated.training_setup import TrainingSetting
+from gradveil.federated.training_run import load_summaries
 from gradveil.report import write_report
 from gradveil.report.outcomes import outcome_of
 from gradveil.report.pareto import as_object
-from gradveil.runs.pool import cores
-from gradveil.runs.task import Scheduler, Site
 
 
 def check_gate(config: RunConfig, data_dir: Path | None, fail_above: float | None, accept: Sequence[Accepted]) -> None:
@@ -58,9 +49,9 @@ def check_gate(config: RunConfig, data_dir: Path | None, fail_above: float | Non
         raise fail("--fail-above", f"has nothing to compare: {NO_SCORE}", "do one of the two, or leave it out")
 
 
-def warn_of_code(trials: Sequence[Trial], config: RunConfig, training: Path | None) -> None:
+def warn_of_code(folder: Path, config: RunConfig, training: Path | None) -> None:
     """Warn of results computed with other versions of custom code."""
-    versions = [trial.info.get("code", {}) for trial in trials]
+    versions = [trial.info.get("code", {}) for trial in load_run(folder).trials]
     versions += [summary.get("code", {}) for summary in load_summaries(training)] if training else []
     warn(outdated(versions, (config.model.name, *config.defences, *without_aim(config.attacks))))
 
@@ -130,48 +121,14 @@ def open_run(config: RunConfig, data_dir: Path | None) -> tuple[Experiment, list
     return experiment, decisions
 
 
-@dataclass(frozen=True)
-class OpenedRun:
-    """A run that is ready to start: what its files are to say, and how many workers it has."""
-
-    experiment: Experiment
-    info: Mapping[str, Any]
-    workers: int
-    command: str
-
-    @property
-    def training(self) -> TrainingSetting | None:
-        """The trainings that the audit attacks, or that measure accuracies."""
-        source = self.experiment.source
-        return source.setting if isinstance(source, TrainingSource) else self.experiment.cost
-
-    @cached_property
-    def training_info(self) -> Mapping[str, Any] | None:
-        """What the file of the trainings is to say."""
-        if (setting := self.training) is None:
-            return None
-        return describe_training(setting.config, self.command, setting.weights, setting.data.identities())
-
-    def problems(self, folder: Path) -> list[Problem]:
-        """Find out why the run can neither begin in a folder nor go on there."""
-        found = Store(folder).problems(self.info)
-        if not found and self.training_info is not None:
-            found = TRAINING_RUN.problems(folder / TRAINING, self.training_info)
-        return found
-
-
-def describe_run(experiment: Experiment, decisions: Sequence[Decision], workers: int | None, command: str) -> OpenedRun:
-    """Describe a run as its files do; without a number it has a worker per core, or one on a GPU."""
+def describe_run(experiment: Experiment, decisions: Sequence[Decision], workers: int, command: str) -> OpenedRun:
+    """Describe a run as its files do."""
     config = experiment.config
-    on_cpu = config.device == "cpu"
-    count = workers or (cores() if on_cpu else 1)
-    if on_cpu:
+    if config.device == "cpu":
         # One thread, as in a worker, adds in the same order.
         torch.set_num_threads(1)
-    share = config.target_clients if len(trials(config)) >= count else -(-config.target_clients // count)
-    shared, warnings = sharing(experiment), [str(problem) for problem in closed_forms(experiment, decisions)]
-    info = describe(config, share, command, experiment.held, shared, warnings, experiment.images, untried(decisions))
-    return OpenedRun(experiment, info, count, command)
+    share = config.target_clients if len(trials(config)) >= workers else -(-config.target_clients // workers)
+    return opened_run(experiment, decisions, share, command)
 
 
 def choose_folder(opened: OpenedRun, out: Path | None, fresh: bool) -> Path:
@@ -179,42 +136,23 @@ def choose_folder(opened: OpenedRun, out: Path | None, fresh: bool) -> Path:
     return run_directory(out, opened.experiment.config.name, opened.problems, AUDIT.exists, fresh)
 
 
-def run_trials(opened: OpenedRun, folder: Path, fresh: bool, data_dir: Path | None, place: Place) -> list[Trial]:
-    """Run the unfinished trainings and trials; return all trials of the run."""
-    experiment = opened.experiment.following(folder / TRAINING)
+def heard_rounds(config: RunConfig) -> RoundReport | None:
+    """Print each round of a training under attack; of others a line at the end is enough."""
+    if config.train is None:
+        return None
+    return partial(show_round, Console(stderr=True, soft_wrap=True, markup=False), config.train.rounds)
+
+
+@contextmanager
+def resumable(folder: Path) -> Iterator[None]:
+    """Say how to go on, if the user stops the run."""
     try:
-        with Store(folder).open(opened.info, fresh) as store:
-            share = store.info()["share"]
-            at = place.schedule(opened.workers)
-            _train(opened, folder / TRAINING, data_dir, at)
-            with Screen(Console(stderr=True, markup=False), title(experiment), too_few(experiment)) as screen:
-                run(experiment, store, screen, share, at(site(experiment, data_dir)))
+        yield
     except KeyboardInterrupt:
         finished = f"Finished trials are kept in {folder}." if (folder / "run.json").is_file() else "Nothing was lost."
         # Not by the console, which would repeat the output that was interrupted.
         typer.echo(f"\nStopped. {finished} To go on, run the same command again:\n  {again()}", err=True)
         raise
-    return load_run(folder).trials
-
-
-def _train(opened: OpenedRun, folder: Path, data_dir: Path | None, at: Callable[[Site], Scheduler]) -> None:
-    """Run the unfinished trainings that the audit attacks, or that measure accuracies, and keep their states."""
-    config, setting, info = opened.experiment.config, opened.training, opened.training_info
-    if setting is None or info is None:
-        return
-    console, rounds = Console(stderr=True, soft_wrap=True, markup=False), setting.config.rounds
-    tell = partial(show_round, console, rounds)
-    if config.train is None:
-        tell = partial(show_end, console)
-    with TRAINING_RUN.opened(folder, info):
-        if config.train is None:
-            planned, finished = load_training(folder).trials, load_summaries(folder)
-            done = f", {len(finished)} of them already done" if finished else ""
-            done += f" ({setting.note})" * bool(setting.note)
-            count = f"{plural(len(planned), 'training')} of {plural(rounds, 'round')}"
-            console.print(f"{count} for the accuracy of each defence{done}", style="bold", highlight=False)
-        stages = config.train.stages if config.train else ()
-        train(setting, folder, tell, at(train_site(setting, data_dir)), at=stages)
 
 
 def command_of(name: str | None, overrides: dict[str, Any], settings: Sequence[str], flags: Sequence[str]) -> str:

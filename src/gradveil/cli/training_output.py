@@ -85,14 +85,6 @@ def show_round(console: Console, rounds: int, trial: TrainingTrial, last: RoundR
     console.print(f"{', '.join(parts)}, {last.seconds:.1f} s{ended}", highlight=False)
 
 
-def show_end(console: Console, trial: TrainingTrial, last: RoundResult, status: Status) -> None:
-    """Print one line when a training next to an audit has ended."""
-    if status != "running":
-        ended = "" if status == "finished" else f" ({status})"
-        words = f"trained with {trial.title}, seed {trial.seed}: accuracy {percent(last.accuracy)}{ended}"
-        console.print(words, highlight=False)
-
-
 def warn(problems: Iterable[Problem]) -> None:
     """Print problems that do not stop the command."""
     console = Console(stderr=True, soft_wrap=True, markup=False)

@@ -48,13 +48,15 @@ def effort(iterations: int, target_clients: int, variants: int) -> tuple[int, in
     """Return the simulated clients of a rehearsal, and its iterations, for an attack with so many of its own.
 
     The order of the variants depends on the iterations: on a ResNet-18 a total variation of 0.03 finds more than 0.01
-    in 150, and less in 1,000. It also depends on the images, so one client is not enough.
+    in 150, and less in 1,000. It also depends on the images, so one client is not enough: a short attack of few targets
+    has fewer all the same, or it would be over before it began.
 
-    >>> effort(4000, 64, 4), effort(4000, 16, 4), effort(4000, 1, 4), effort(50, 1, 4)
-    ((3, 4000), (3, 1333), (1, 400), (1, 50))
+    >>> effort(4000, 64, 4), effort(4000, 16, 4), effort(4000, 1, 4), effort(300, 4, 4), effort(50, 1, 4)
+    ((3, 4000), (3, 1333), (1, 400), (2, 150), (1, 50))
     """
-    clients = min(SIMULATED, target_clients)
     least = max(round(_SHARE * iterations), min(_LEAST, iterations))
+    afforded = int(iterations * target_clients / max(1, variants * least))
+    clients = min(SIMULATED, target_clients, max(1, afforded))
     return clients, max(round(min(1.0, _COST * target_clients / (variants * clients)) * iterations), least)
 
 
@@ -85,24 +87,30 @@ def further(
     return (clients, tuple(tried)) if clients and tried else (0, ())
 
 
-def iterations_within(rows: float, target_clients: int, variants: int, noisy: bool = False) -> int:
-    """Return the iterations of an attack that fit, with its rehearsals, into so many row-iterations.
+def iterations_within(
+    allowed: float, target_clients: int, variants: int, noisy: bool = False, timed: bool = False
+) -> int:
+    """Return the iterations that are left of the `allowed` ones of an attack when it has rehearsed.
 
-    Behind noise that is added, rehearsals try other lengths too.
+    Behind noise that is added, rehearsals try other lengths too. Of a time (`timed`) they take more than their rows
+    say: an iteration of few rows costs as much as a row beside these.
 
-    >>> iterations_within(64_000, 32, 4), iterations_within(2000, 1, 4), iterations_within(300, 1, 4)
+    >>> iterations_within(2000, 32, 4), iterations_within(2000, 1, 4), iterations_within(300, 1, 4)
     (1599, 1400, 60)
+    >>> [iterations_within(*each, 4, timed=timed) for each in ((2000, 32), (315, 4)) for timed in (False, True)]
+    [1599, 1511, 165, 121]
     """
+    beside = 1 if timed else 0
 
     def cost(iterations: int) -> int:
         clients, of_each = effort(iterations, target_clients, variants)
-        tried = variants * clients * of_each
+        tried = variants * (clients + beside) * of_each
         few, finals = further(iterations, target_clients, variants, noisy)
-        tried += few * sum(count * length for count, length in finals)
-        return iterations * target_clients + tried
+        tried += (few + beside) * sum(count * length for count, length in finals)
+        return iterations * (target_clients + beside) + tried
 
-    # The cost grows with the iterations: the most whose cost is at most `rows`.
-    return bisect_right(range(int(rows / target_clients) + 1), rows, key=cost) - 1
+    # The cost grows with the iterations: the most whose cost is at most what is allowed.
+    return bisect_right(range(int(allowed) + 1), allowed * (target_clients + beside), key=cost) - 1
 
 
 @dataclass(frozen=True)

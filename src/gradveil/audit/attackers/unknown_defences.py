@@ -31,6 +31,10 @@ _UNSHOWN = (
     "a weaker setting of the defence in the same run. Behind it that code finds at least half of the examples, and the "
     "general attacks of adaptive that undo nothing find none."
 )
+_CARRIED = (
+    "The defence carries something from round to round, and general attacks do not compare rounds: what it repeats "
+    "cancels in their differences. Audit one round (rounds = 1); nothing vouches for several."
+)
 _LEAST = 0.5
 """An attack that stopped before this share of its iterations or epochs does not count."""
 
@@ -43,6 +47,8 @@ def missing_evidence(
     `passed` are its adaptive trials that passed the attack check, `seeds` those that are judged, `here` all trials of
     the setting, `unfit` those whose attack does not apply.
     """
+    if any(row.setting.round and row.info.get("carries") for row in passed):
+        yield _CARRIED
     if missing := list(dict.fromkeys(text for row in passed for text in _left_out(row, here, unfit))):
         yield _LEFT_OUT.format(listing(missing))
     counting = _counting(passed, here)
