@@ -98,7 +98,7 @@ def test_an_interrupted_audit_leaves_no_private_images(monkeypatch, tmp_path):
     def interrupt(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["gradveil.audit.api"], "run", interrupt)
+    monkeypatch.setattr(sys.modules["gradveil.audit.audit_run"], "run", interrupt)
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(256, 3))
     batch = torch.rand(2, 1, 16, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 2])
     with pytest.raises(KeyboardInterrupt):
