@@ -99,7 +99,7 @@ def test_granted_statistics_fit_only_the_true_batch(defence: str):
     first_last_all = [f"gi-strong({settings}, rounds={rounds})" for rounds in ("first", "last", "all")]
     scene = open_experiment(
         config(
-            data={"name": "faces", "size": 16}, model={"name": "convnet", "prepare": True, "options": {"width": 8}},
+            data={"name": "faces", "size": 16}, model={"name": "convnet", "prepare": True, "options": {"width": 3}},
             client={"batch": 2}, attacks=first_last_all,
             defences=[defence], rounds=2, server_lr=1.0,
         )

@@ -128,11 +128,10 @@ def test_behind_added_noise_other_lengths_are_tried_on_the_first_clients() -> No
 def test_where_rehearsals_are_short_the_two_best_are_tried_for_longer() -> None:
     attack, scene = attacks(tiny(target_clients=4), public=6)
     longer = replace(attack, descent=replace(attack.descent, iterations=700))
-    *_, clients, first, rehearsed, _, one, middle, _, other, again, _ = scores(scene, longer)
+    found = scores(scene, longer)
+    *_, clients, first, rehearsed, _, one, middle, _, other, again, _ = found
     assert (clients, first, rehearsed, middle, again, {one, other}) == (1, 1, 150, 324, 324, {0, 1})
-    seen = list[Progress]()
-    longer([scene.observation], scene.client, scene.knowledge, Key(3), seen.append)
-    assert seen[-1].row_budget == 2 * 3 * 150 + 2 * 324 + 4 * 700
+    assert longer.rehearsed([scene.observation], found) == 2 * 3 * 150 + 2 * 324
 
 
 def test_a_search_stops_early_only_if_that_finds_clearly_more() -> None:

@@ -95,8 +95,8 @@ def test_no_guess_at_rows_exceeds_its_bound(sigma: float, rounds: int) -> None:
 def test_no_attack_on_sentences_exceeds_its_bound(tmp_path: Path) -> None:
     pytest.importorskip("dp_accounting", reason="the environment is older than pyproject.toml: make")
     chosen = config(
-        data={"name": "reviews"},
-        model={"name": "small-encoder", "options": {"width": 96}},
+        data={"name": "reviews", "tokens": 8},
+        model={"name": "small-encoder", "options": {"width": 48}},
         attacks=["span-rank"],
         defences=["none", "dp(clip=1, sigma=0.5)"],
         target_clients=4,

@@ -196,9 +196,9 @@ def test_of_answers_that_leave_some_of_the_update_the_nearest_is_taken() -> None
     update: dict[str, Any] = backward(net, inputs, torch.tensor([0, 1, 2]))
     given: dict[str, Any] = {"labels": [0, 1, 2], "truth": (inputs, [0, 1, 2]), "bounds": (-4, 4)}
     best = gv.invert(net, update, **given)
-    each = {name: gv.invert(net, update, name, **given) for name in ("analytic", "unmix", "portfolio")}
-    assert torch.equal(best.images, each[best.attack].images)
-    assert best.metrics["psnr"] == max(found.metrics["psnr"] for found in each.values())
+    mixed, separated = (gv.invert(net, update, name, **given) for name in ("analytic", "unmix"))
+    assert torch.equal(best.images, separated.images)
+    assert best.metrics["psnr"] > mixed.metrics["psnr"]
 
 
 def chain(width: int) -> nn.Module:
