@@ -93,7 +93,7 @@ def settings(what: str, iterations: int, defences: tuple[str, ...]) -> Iterator[
     elif what == "noise":
         for normalised in (False, True):
             for noise in NOISES:
-                for batch in (8, 32):
+                for batch in (8, 32, 64, 128, 256) if normalised else (8, 32):
                     yield Setting(batch, normalised, noise=noise)
     elif what == "defences":
         for defence in defences:

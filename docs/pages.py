@@ -248,18 +248,27 @@ def strongest(lines: list[dict[str, str]]) -> dict[str, str] | None:
 
 
 def every_defence() -> str:
-    """List what a non-adaptive attack and the best adaptive one recover behind each recorded defence."""
-    cells: dict[tuple[str, str, str, int], list[dict[str, str]]] = {}
-    for each in recorded_trials("every-defence.csv"):
-        batch = int(each["images"]) // int(each["target_clients"])
-        cells.setdefault((each["defence"], each["model"], each["data"], batch), []).append(each)
+    """List what a non-adaptive attack and the best adaptive one recover behind each recorded defence, then and now."""
+    cells, earlier = (by_setting(recorded_trials(f"every-defence{part}.csv")) for part in ("", "-earlier"))
     rows: list[list[str]] = []
     for (defence, model, data, batch), lines in cells.items():
         naive = next((line for line in lines if line["attack"].startswith("ig-scheliga")), None)
         best = strongest([line for line in lines if line is not naive])
         by = f"`{best['attack']}`" if best else ""
-        rows.append([f"`{defence}`", f"`{model}`", data, str(batch), share_recovered(naive), share_recovered(best), by])
-    return table(["defence", "model", "data", "batch", "non-adaptive", "adaptive", "best adaptive attack"], rows)
+        then = strongest(earlier.get((defence, model, data, batch), []))
+        shares = [share_recovered(line) for line in (naive, then, best)]
+        rows.append([f"`{defence}`", f"`{model}`", data, str(batch), *shares, by])
+    head = ["defence", "model", "data", "batch", "non-adaptive", "adaptive on 2026-11-24", "adaptive"]
+    return table([*head, "best adaptive attack"], rows)
+
+
+def by_setting(trials: Iterable[dict[str, str]]) -> dict[tuple[str, str, str, int], list[dict[str, str]]]:
+    """Group recorded trials by defence, model, data and images an update."""
+    cells: dict[tuple[str, str, str, int], list[dict[str, str]]] = {}
+    for each in trials:
+        batch = int(each["images"]) // int(each["target_clients"])
+        cells.setdefault((each["defence"], each["model"], each["data"], batch), []).append(each)
+    return cells
 
 
 def weakest_settings() -> str:

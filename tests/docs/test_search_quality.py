@@ -60,7 +60,7 @@ def test_page_of_every_defence_shows_the_best_recorded_attack(hook: Any) -> None
         for run in runs
     ]
     assert len(lines) == len(set(settings))
-    for *setting, _, adaptive, best in lines:
+    for *setting, _, _, adaptive, best in lines:
         own = [run for run, its in zip(runs, settings, strict=True) if its == tuple(setting) and run["asr"]]
         known = [float(run["asr"]) for run in own if not run["attack"].startswith("ig-scheliga")]
         if not known:
@@ -68,6 +68,13 @@ def test_page_of_every_defence_shows_the_best_recorded_attack(hook: Any) -> None
             continue
         assert adaptive.startswith(f"{100 * max(known):.0f}% ")
         assert best.strip("`") in {run["attack"] for run in own}
+
+
+def test_adaptive_finds_no_less_than_it_did_on_2026_11_24(hook: Any) -> None:
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in hook.every_defence().splitlines()[2:]]
+    rates = [[int(cell.partition("%")[0]) for cell in line[5:7]] for line in lines if line[5] != "not run"]
+    assert all(now >= then for then, now in rates)
+    assert sum(now > then for then, now in rates if then < 50) * 2 >= sum(then < 50 for then, _ in rates)
 
 
 def test_page_of_weakest_settings_shows_the_best_recorded_attack(hook: Any) -> None:
