@@ -20,9 +20,10 @@ from tests.attacks.small_experiments import observed, pictures, tiny
 def head(scene):
     """Return the gradients and the parameters of the last layer, weight and bias each."""
     last, seen = last_layer(scene.client.model), scene.observation
-    return tuple(
-        tuple(tensors[f"{last}.{name}"] for name in ("weight", "bias")) for tensors in (seen.update, seen.params)
+    of_weight, of_bias, weight, bias = (
+        tensors[f"{last}.{name}"] for tensors in (seen.update, seen.params) for name in ("weight", "bias")
     )
+    return (of_weight, of_bias), (weight, bias)
 
 
 def found(scene, clients):
@@ -85,6 +86,7 @@ def test_the_term_vanishes_at_the_true_images_in_any_order_of_one_label():
     for images in (scene.truth.inputs, swapped):
         assert judge.objective_at([0, 1], images, {}).max() < 1e-5
     search = InversionProblem(attack, [scene.observation], scene.client, known, Key(0))
+    assert search.features is not None
     variables, constants = search.start([0, 1])
     rows = torch.arange(2)
     more = search.loss(variables, constants, rows, {}) - bare.loss(variables, bare.start([0, 1])[1], rows, {})
