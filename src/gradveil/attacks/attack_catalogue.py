@@ -116,7 +116,18 @@ _IN_ORDER = (
         "step_size",
         "rounds",
     ),
-    *("batchnorm", "group", "register", "langevin", "halving", "median", "undo", "undo_entries", "surrogate"),
+    *(
+        "batchnorm",
+        "features",
+        "group",
+        "register",
+        "langevin",
+        "halving",
+        "median",
+        "undo",
+        "undo_entries",
+        "surrogate",
+    ),
 )
 _DECLARED = {
     **{setting.name: setting for part in (Inversion, Descent, Adam) for setting in settings_of(part)},

@@ -205,7 +205,8 @@ def portfolio() -> Inversion:
     No single setting wins against every defence, so several are tried on clients that the attacker simulates with
     public images; without such images it takes the first. A variation that falls during the search finds more in
     few iterations than a small one; behind noise a large one finds more. Large steps that shrink to nothing by the
-    last iteration find in a hundred iterations what small ones find in three hundred.
+    last iteration find in a hundred iterations what small ones find in three hundred. In batches, the last layer's
+    inputs are unmixed where no noise hides them, and images are drawn to them.
     """
     plain = Adam(lr=0.5)
     descent = Descent(plain, Cosine(warmup=50), iterations=4000, tolerance=1e-5, patience=2000)
@@ -221,6 +222,7 @@ def portfolio() -> Inversion:
         name="portfolio",
         tv=variants[0].tv,
         tv_over="colours",
+        features=0.03,
         rounds="all",
         descent=descent,
         variants=variants,

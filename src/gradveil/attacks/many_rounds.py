@@ -229,7 +229,7 @@ def _pooled(search: Inversion, name: str) -> Pooled:
 def right_angles() -> Pooled:
     """Search for a gradient at a right angle to what every round of one model sent, and as long."""
     base = replace(_pooled(portfolio(), "right-angles"), simulated_client="naive", knowledge=OWN_DRAWS, variants=())
-    return replace(base, objective="right-angles", estimate="angles")
+    return replace(base, objective="right-angles", features=0.0, estimate="angles")
 
 
 def glaus(estimate: Sampled = "ranks", search: Search = "ig", magnitudes: Magnitudes = "mean") -> Pooled:

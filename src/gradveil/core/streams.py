@@ -42,6 +42,7 @@ class Stream(StrEnum):
     # Attacks
     IMAGES = "images"
     LABELS = "labels"
+    FEATURES = "features"
     ITERATIONS = "iterations"
     SOLVED = "solved-start"
     CANDIDATES = "candidates"

@@ -161,8 +161,8 @@ class Unmix(Checked):
 
 
 _FEATURES = (
-    "choose a search (ig, cdia); a fully connected layer behind convolutions mixes features, not images, and unmixing "
-    "features is not built in"
+    "choose a search (portfolio, cdia); a fully connected layer behind convolutions mixes features, not images: "
+    "portfolio unmixes those of the last layer and searches for images that have them"
 )
 
 

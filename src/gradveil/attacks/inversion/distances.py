@@ -183,6 +183,22 @@ def variation(images: Tensor, over: str) -> Tensor:
 _COLOURS = 3
 
 
+def feature_distance(own: Tensor, wanted: Tensor, labels: Tensor | None = None) -> Tensor:
+    """Return the squared distance [N] of features [N, B, F] in units of their spread; zero where none are wanted.
+
+    Given labels [N, B], examples of one label may have changed places: each is compared with the nearest.
+    """
+    known = wanted.isfinite().flatten(1).all(1)
+    wanted = torch.where(known.view(-1, 1, 1), wanted, 0.0)
+    spread = (wanted - wanted.mean(1, keepdim=True)).square().sum((1, 2))
+    distances = (own - wanted).square().sum(2)
+    if labels is not None:
+        distances = (own.unsqueeze(2) - wanted.unsqueeze(1)).square().sum(3)
+        same = labels.unsqueeze(2) == labels.unsqueeze(1)
+        distances = torch.where(same, distances, torch.inf).amin(2)
+    return torch.where(known, distances.sum(1) / spread.clamp_min(torch.finfo(spread.dtype).tiny), 0.0)
+
+
 def statistics_distance(simulated: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Tensor:
     """Sum the distances of means and of variances over the layers, the first layer ten times (Yin et al. 2021).
 

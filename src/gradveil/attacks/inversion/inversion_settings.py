@@ -82,6 +82,10 @@ class InversionSettings(Checked):
     batchnorm: Annotated[
         Strength, "Weight of the difference to the model's running statistics, or the true ones if granted."
     ] = 0.0
+    features: Annotated[
+        Strength,
+        "In batches: weight of the difference to the last layer's inputs, where its gradient tells them apart.",
+    ] = 0.0
     group: Annotated[Strength, "Weight of the difference to the mean of a target client's restarts."] = 0.0
     register: Annotated[bool, "Shift the restarts onto each other before their mean is taken."] = False
     langevin: Annotated[Strength, "Standard deviation of the noise after each step, in units of the step size."] = 0.0

@@ -15,6 +15,7 @@ from math import prod
 import torch
 from torch import Generator, Tensor
 
+from gradveil.attacks.closed_form.mixed_features import mixed_features
 from gradveil.attacks.inversion.cma_es import CMAES
 from gradveil.attacks.inversion.denoiser import ENOUGH, FEWEST, Denoiser, kept_denoiser, unlikeness
 from gradveil.attacks.inversion.distances import (
@@ -23,6 +24,7 @@ from gradveil.attacks.inversion.distances import (
     Consensus,
     Distance,
     energy,
+    feature_distance,
     median_cosine,
     of_gradients,
     right_angles,
@@ -54,10 +56,10 @@ from gradveil.core.chain import last_stage, relaxed
 from gradveil.core.errors import fail
 from gradveil.core.noise import Key, Noise
 from gradveil.core.streams import Stream
-from gradveil.core.tree import Tensors, select, take, under
+from gradveil.core.tree import Tensors, qualified, select, take, under
 from gradveil.core.types import Batch, DrawsEntries
 from gradveil.gradients.fused import squared_lengths
-from gradveil.nn.module_paths import downstream
+from gradveil.nn.module_paths import caught_inputs, downstream, last_layer
 
 Streams = Mapping[int, Generator]
 """Row -> the random stream of its draws in every iteration."""
@@ -199,6 +201,7 @@ class InversionProblem:
         self.draws = Draws(key, first.target_clients, attack.restarts, sampled, more, self.device)
         self.consensus = Consensus(attack.restarts, attack.register) if attack.group else None
         self.whitening = Whitening() if attack.whiten else None
+        self.judges = judges
         self.angle = attack.objective == "cosine" and not (attack.whiten or self.loud) and attack.surrogate == "none"
 
     def _ignored(self, inputs: Tensor) -> set[str]:
@@ -267,6 +270,24 @@ class InversionProblem:
             return None
         return kept_denoiser(self.knowledge.space.view(public.inputs[:ENOUGH].to(self.device).float()))
 
+    @cached_property
+    def features(self) -> Tensor | None:
+        """The last layer's inputs [V, B, F] in the first round, NaN where its gradient does not tell them apart."""
+        client, blank = self.simulated_client, self.example.new_zeros((1, *self.knowledge.space.shape))
+        drawn = any(name.startswith("model.") for name in self.spec)  # and so would inputs of the last layer be
+        if not self.attack.features or self.labels is None or self.examples == 1 or drawn:
+            return None
+        if client.batch or client.local is not None or client.members > 1:
+            return None
+        r, last = self.rounds[0], last_layer(client.model, blank)
+        names = [qualified(last, name) for name in ("weight", "bias")]
+        if not {*names} <= {*r.observed} or r.observed[names[1]].shape[1] != self.knowledge.classes:
+            return None
+        (weight, bias), layer = (r.observed[name] for name in names), (r.params[names[0]], r.params[names[1]])
+        keys = [self.key.child(Stream.FEATURES, number) for number in self.draws.target_clients]
+        clients = zip(zip(weight, bias, strict=True), self.labels, keys, strict=True)
+        return torch.stack([mixed_features(gradient, layer, labels, key) for gradient, labels, key in clients])
+
     def learn(self) -> None:
         """Train the generator of the images on auxiliary data, if the attack has one."""
         public = self.knowledge.public
@@ -292,6 +313,8 @@ class InversionProblem:
         if self.labels is not None:
             constants[TARGETS] = self.labels[target_clients]
         constants |= under("noise", take(self.known, target_clients))
+        if self.features is not None:
+            constants["features"] = self.features[target_clients]
         if self.attack.batchnorm:
             constants |= under(
                 "statistics", statistics_wanted(self.knowledge, self.simulated_client, target_clients, self.example)
@@ -350,6 +373,8 @@ class InversionProblem:
         if attack.denoise and self.denoiser is not None:
             pixels = (inputs - self.lower) / (self.upper - self.lower)
             value = value + attack.denoise * unlikeness(self.denoiser, pixels)
+        if "features" in constants:
+            value = value + attack.features * self._strangeness(inputs, constants["features"], batch.targets)
         if wanted := select(constants, "statistics"):
             r = self.rounds[0]
             of_batch = layer_statistics(self.simulated_client, r.params, batch, {n: noise[r.of(n)] for n in self.spec})
@@ -360,6 +385,19 @@ class InversionProblem:
             if isinstance(how, Optimise) and how.weight:
                 value = value + how.weight * how.prior(self.noise[name].law, variables[name])
         return value
+
+    def _strangeness(self, inputs: Tensor, wanted: Tensor, labels: Tensor) -> Tensor:
+        """Return how far [N] the last layer's inputs are from the wanted ones; zero where these are unknown."""
+        client, params = self.simulated_client, self.rounds[0].params
+        last = last_layer(client.model, inputs[0, :1].detach())
+
+        def at_images(images: Tensor) -> Tensor:
+            with caught_inputs(client.model, last) as caught:
+                client.objective.outputs(params, images, {})
+            return caught[-1].flatten(1)
+
+        own = torch.func.vmap(at_images)(inputs)
+        return feature_distance(own, wanted, labels if self.judges else None)
 
     def _client_inputs(
         self,
