@@ -12,8 +12,9 @@ compares each layer by its own cosine, `channels` smooths channels and not the d
 adds up images of a quarter, of half and of the full resolution, and `solved` starts from what
 `r-gap(simulated_client=full)` finds, in models that are plain chains of layers.
 
-A line is a mean over the target clients; `error` is the standard error of the paired difference to the first variant.
-Lines that the output has already are left out.
+A line is a mean over the target clients; `error` is the standard error of the paired difference to the first variant,
+`misfit` the distance of the answers' updates from the observed ones, without priors. Lines that the output has already
+are left out.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from gradveil.nn.module_paths import features, last_layer
 from gradveil.nn.surgery import replace_batchnorm
 
 COLUMNS = ("data", "model", "defence", "variant", "tv", "iterations", "ssim", "error", "recovered", "target_clients")
-COLUMNS += ("seconds", "date", "machine", "torch", "seed")
+COLUMNS += ("misfit", "seconds", "date", "machine", "torch", "seed")
 DEFENCES = {"none": 0.03, "dp(clip=20, sigma=1e-3)": 0.1, "dgp(top=0.2, bottom=0.6)": 0.1}
 DEFENCES |= {"prune(0.9)": 0.1, "sign": 0.1, "soteria": 0.03, "precode": 0.01}
 """Defences, each with the weight of the total variation that suits it."""
@@ -184,9 +185,9 @@ def measured(options: argparse.Namespace, done: set[tuple[str, ...]]) -> Iterato
                         continue
                     tried = replace(tried, descent=replace(tried.descent, iterations=iterations))
                     began = time.process_time()
-                    found = tried([seen], client, knowledge, Key(options.seed)).inputs
+                    found = tried([seen], client, knowledge, Key(options.seed))
                     seconds = time.process_time() - began
-                    scores = space.scores(space.view(found), truth)["ssim"].flatten().double()
+                    scores = space.scores(space.view(found.inputs), truth)["ssim"].flatten().double()
                     first = scores if first is None else first
                     if variant not in missing:  # only compared with
                         continue
@@ -201,6 +202,7 @@ def measured(options: argparse.Namespace, done: set[tuple[str, ...]]) -> Iterato
                         "error": round(float((scores - first).std(correction=0)) / max(1, count - 1) ** 0.5, 3),
                         "recovered": int((scores > 0.5).sum()),
                         "target_clients": count,
+                        "misfit": "" if found.match is None else f"{float(found.match[:, 0].mean()):.3g}",
                         "seconds": round(seconds / count, 3),
                     }
 
