@@ -283,6 +283,21 @@ def weakest_settings() -> str:
     return table(["setting", "adaptive", "best attack"], rows)
 
 
+def search_ablation() -> str:
+    """List the mean SSIM of searches that differ in one thing, behind each defence."""
+    lines = recorded_trials("search-ablation.csv")
+    defences = list(dict.fromkeys(line["defence"] for line in lines))
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
+    for line in lines:
+        search = line["model"], line["data"], line["iterations"], line["variant"]
+        cells.setdefault(search, {})[line["defence"]] = f"{float(line['ssim']):.2f}"
+    rows = (
+        [f"`{model}`", data, iterations, variant, *(found.get(defence, "") for defence in defences)]
+        for (model, data, iterations, variant), found in sorted(cells.items(), key=lambda cell: cell[0][:3])
+    )
+    return table(["model", "data", "iterations", "search", *(f"`{each}`" for each in defences)], rows)
+
+
 def recorded_trials(name: str) -> list[dict[str, str]]:
     """Read a recorded run's trials."""
     with (SRC.parent / "benchmarks/results" / name).open(encoding="utf-8", newline="") as file:
@@ -482,6 +497,7 @@ TABLES = {
     "mainstream-models": mainstream_models,
     "every-defence": every_defence,
     "weakest-settings": weakest_settings,
+    "search-ablation": search_ablation,
     "data": lambda: named("data"),
     "runs": lambda: named("runs"),
     "papers": papers,

@@ -15,6 +15,7 @@ from gradveil.client import Client
 from gradveil.core.noise import Key
 from gradveil.data import load
 from gradveil.nn.models import build
+from tests.attacks.small_experiments import tiny
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,40 @@ def test_a_denoiser_needs_public_images() -> None:
     few, enough = (Prospect(Client(net), (1, 16, 16), 1, 3, public) for public in (8, 64))
     assert [problem.where for problem in attack.problems(few)] == ["denoise"]
     assert list(attack.problems(enough)) == []
+
+
+class Blurred(torch.nn.Module):
+    """A denoiser of a user's own."""
+
+    def forward(self, images: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
+        assert level.shape == images.shape[:1]
+        return torch.nn.functional.avg_pool2d(images, 3, 1, 1, count_include_pad=False)
+
+
+def test_a_custom_denoiser_smooths_what_a_search_finds() -> None:
+    scene = tiny(dtype=torch.float32)
+    found = {}
+    for weight in (0, 30):
+        text = f'cdia(iterations=60, denoise={weight}, denoiser="tests.attacks.test_denoiser:Blurred")'
+        attack = make_attack(text)
+        assert "public" not in attack.knowledge
+        images = scene.knowledge.space.view(attack([scene.observation], scene.client, scene.knowledge, Key(0)).inputs)
+        found[weight] = float(unlikeness(Blurred(), images).mean())
+    assert found[30] < 0.5 * found[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('cdia(denoiser="tests.attacks.test_denoiser:Blurred")', "has no effect, because the weight denoise is 0"),
+        ('cdia(denoise=1, denoiser="torch.nn:Identity")', "the denoiser raised TypeError"),
+        ('cdia(denoise=1, denoiser="nowhere.at.all:Net")', "there is no module 'nowhere'"),
+    ],
+)
+def test_unfit_denoisers_are_refused(text: str, message: str) -> None:
+    net = build("lenet-zhu", channels=1, size=16, classes=3, generator=Key(0).generator())
+    (problem,) = make_attack(text).problems(Prospect(Client(net), (1, 16, 16), 1, 3, 0))
+    assert message in str(problem)
 
 
 def test_a_cache_that_cannot_be_written_costs_nothing_but_the_training(

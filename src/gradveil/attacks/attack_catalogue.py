@@ -96,6 +96,7 @@ _IN_ORDER = (
         "tv_over",
         "l2",
         "denoise",
+        "denoiser",
         "objective",
         "ignore",
         "labels",
@@ -196,7 +197,7 @@ class InversionEntry(AttackEntry):
             given["knowledge"] = undoing(given.get("knowledge", attack.knowledge))
         if given.get("start") == "solved" and given.get("simulated_client", attack.simulated_client) == "full":
             given["knowledge"] = {**given.get("knowledge", attack.knowledge), "public": Known()}
-        if given.get("denoise"):  # a denoiser is trained on public images
+        if given.get("denoise") and given.get("denoiser") is None:  # one is trained on public images
             given["knowledge"] = {**given.get("knowledge", attack.knowledge), "public": Known()}
         if given.get("share") is not None:  # a gate is fitted to public images
             given["knowledge"] = {**attack.knowledge, "public": Known()}

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from gradveil.core.errors import GradveilError
+from gradveil.attacks.inversion.generators import custom_network
+from gradveil.core.errors import GradveilError, Problem
 from gradveil.core.noise import Key
 from gradveil.core.private_files import seal, unseal, write_private
 from gradveil.core.streams import Stream
+from gradveil.core.user_code import called
 from gradveil.nn.initial_weights import initialise
 
 FEWEST, ENOUGH = 64, 4096
@@ -100,7 +103,25 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradveil"
 
 
-def unlikeness(net: Denoiser, images: Tensor) -> Tensor:
+def denoiser_problems(denoiser: nn.Module | str, weight: float, shape: tuple[int, ...]) -> Iterator[Problem]:
+    """Refuse a custom denoiser without a weight, or of other images."""
+    if not weight:
+        yield Problem("denoiser", "has no effect, because the weight denoise is 0", "set denoise, such as denoise=1")
+    blank = torch.rand(2, *shape, generator=Key(0).generator())
+    try:
+        net = custom_network(denoiser, "denoiser")
+        with torch.no_grad():
+            images = called("denoiser", "the denoiser", lambda: net(blank, torch.full((2,), LEVEL)))
+    except GradveilError as error:
+        yield from error.problems
+        return
+    returned = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+    if returned != (2, *shape):
+        problem = f"returns {returned} for images {(2, *shape)} and levels of noise (2,)"
+        yield Problem("denoiser", problem, "return the images without noise, in [0, 1]")
+
+
+def unlikeness(net: nn.Module, images: Tensor) -> Tensor:
     """Return 1/2 |x - D(x)|^2 [N] of images [N, B, C, H, W] in [0, 1], as a mean over pixels; D(x) is held."""
     flat = images.flatten(0, 1)
     with torch.no_grad():

@@ -134,13 +134,13 @@ def draw_with(module: nn.Module, weights: dict[str, Tensor], latent: Tensor) -> 
     return torch.func.vmap(lambda of_row, numbers: functional_call(module, of_row, (numbers,)))(weights, latent)
 
 
-def custom_generator(generator: nn.Module | str) -> nn.Module:
-    """Import a custom generator, or copy it, so that the attack does not change it."""
-    module = generator if isinstance(generator, nn.Module) else imported(generator, "generator")
+def custom_network(network: nn.Module | str, setting: str = "generator") -> nn.Module:
+    """Import a custom generator or denoiser, or copy it, so that the attack does not change it."""
+    module = network if isinstance(network, nn.Module) else imported(network, setting)
     if not isinstance(module, nn.Module):
         if not callable(module):
-            raise fail("generator", f"is {type(module).__name__}, not a module", "name a torch.nn.Module")
-        module = called("generator", "making it", module)
+            raise fail(setting, f"is {type(module).__name__}, not a module", "name a torch.nn.Module")
+        module = called(setting, "making it", module)
     if not isinstance(module, nn.Module):
-        raise fail("generator", f"is {type(module).__name__}, not a module", "return a torch.nn.Module")
+        raise fail(setting, f"is {type(module).__name__}, not a module", "return a torch.nn.Module")
     return deepcopy(module).eval().requires_grad_(requires_grad=False)

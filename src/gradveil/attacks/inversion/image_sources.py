@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.inversion.generators import Generator, custom_generator, draw_with, train_generator
+from gradveil.attacks.inversion.generators import Generator, custom_network, draw_with, train_generator
 from gradveil.core.errors import GradveilError, Problem, refuse
 from gradveil.core.noise import Key
 from gradveil.core.settings import Checked, Count, Positive, Share, Strength, TextValue
@@ -234,7 +234,7 @@ class Trained:
             network: nn.Module = Generator(self.latent, canvas.shape, self.width, "group").to(canvas.lower)
             return _Trained(self, canvas, initialise(network, key.generator()).requires_grad_(requires_grad=False))
         refuse(list(self.problems(canvas.shape, None)))
-        return _Trained(self, canvas, custom_generator(self.generator).to(canvas.lower))
+        return _Trained(self, canvas, custom_network(self.generator).to(canvas.lower))
 
     def problems(self, shape: tuple[int, ...], public: int | None) -> Iterator[Problem]:
         """Refuse too few `public` images (None: unknown) and generators of other images."""
@@ -244,7 +244,7 @@ class Trained:
                 yield Problem("data", "there are no public images to train a generator on", fix)
             return
         try:
-            network = custom_generator(self.generator)
+            network = custom_network(self.generator)
             blank = next(network.parameters(), torch.zeros(())).new_zeros(2, self.latent)
             with torch.no_grad():
                 images = called("generator", "the generator", lambda: network(blank))

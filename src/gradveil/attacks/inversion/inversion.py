@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gradveil.attacks.inversion.denoiser import FEWEST
+from gradveil.attacks.inversion.denoiser import FEWEST, denoiser_problems
 from gradveil.attacks.inversion.descent import CONVERGED, STATUSES, Solution, joined
 from gradveil.attacks.inversion.distances import LIKELIHOOD, statistics_wanted
 from gradveil.attacks.inversion.image_sources import INPUTS, TARGETS, Relaxed
@@ -61,7 +61,9 @@ class Inversion(InversionSettings):
         """Refuse labels that cannot be read off, and a distance that compares no layer."""
         yield from label_problems(self.labels, prospect)
         yield from self.images.problems(prospect.shape, prospect.public)
-        if self.denoise and not self.variants and (prospect.public or 0) < FEWEST:
+        if self.denoiser is not None:
+            yield from denoiser_problems(self.denoiser, self.denoise, prospect.shape)
+        elif self.denoise and not self.variants and (prospect.public or 0) < FEWEST:
             problem = f"trains a denoiser on {prospect.public or 'no'} public images, and {FEWEST} are few"
             yield Problem("denoise", problem, "give more public images, or leave denoise out")
         if self.subtract and self.simulated_client == "naive":

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, Self
 
+from torch import nn
+
 from gradveil.attacks.closed_form.first_layer import Analytic
 from gradveil.attacks.inversion.cma_es import CMAES
 from gradveil.attacks.inversion.descent import Descent
@@ -16,7 +18,7 @@ from gradveil.attacks.knowledge import How
 from gradveil.attacks.labels import Labels
 from gradveil.client import Client
 from gradveil.core.errors import Problem
-from gradveil.core.settings import Checked, Choice, Count, Range, Strength
+from gradveil.core.settings import Checked, Choice, Count, Range, Strength, TextValue
 
 _WIDEST, _NARROWEST = 1.0, 0.1
 """Widths over which the law of what is sent is smoothed in the first and in the last iteration."""
@@ -60,6 +62,11 @@ class InversionSettings(Checked):
     denoise: Annotated[
         Strength, "Weight of the mean square that a denoiser, trained on public images, would remove from the images."
     ] = 0.0
+    denoiser: Annotated[
+        nn.Module | str | None,
+        TextValue("a custom module, 'pkg.module:name'"),
+        "Custom denoiser of images in [0, 1], given the noise's level, in place of one that is trained.",
+    ] = None
     descent: Descent = field(default_factory=Descent)
     restarts: Annotated[Count, "Searches per target client, of which the best is kept."] = 1
     start: Annotated[

@@ -13,11 +13,11 @@ from functools import cached_property
 from math import prod
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from gradveil.attacks.closed_form.mixed_features import mixed_features
 from gradveil.attacks.inversion.cma_es import CMAES
-from gradveil.attacks.inversion.denoiser import ENOUGH, FEWEST, Denoiser, kept_denoiser, unlikeness
+from gradveil.attacks.inversion.denoiser import ENOUGH, FEWEST, kept_denoiser, unlikeness
 from gradveil.attacks.inversion.distances import (
     LIKELIHOOD,
     OBJECTIVES,
@@ -32,6 +32,7 @@ from gradveil.attacks.inversion.distances import (
     statistics_wanted,
     variation,
 )
+from gradveil.attacks.inversion.generators import custom_network
 from gradveil.attacks.inversion.image_sources import INPUTS, TARGETS, WEIGHTS, Canvas
 from gradveil.attacks.inversion.inversion_settings import InversionSettings
 from gradveil.attacks.inversion.known_noise import Whitening, added, candidates, stages
@@ -263,8 +264,10 @@ class InversionProblem:
         return self.target_clients * self.attack.restarts
 
     @cached_property
-    def denoiser(self) -> Denoiser | None:
-        """The denoiser of the public images; None where there are too few."""
+    def denoiser(self) -> nn.Module | None:
+        """The custom denoiser, or that of the public images; None where there are too few."""
+        if self.attack.denoiser is not None:
+            return custom_network(self.attack.denoiser, "denoiser").to(self.device)
         public = self.knowledge.public
         if public is None or len(public.inputs) < FEWEST:
             return None
