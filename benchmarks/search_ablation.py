@@ -1,4 +1,4 @@
-"""What each part of a search is worth: schedule, step size, first images, and a term for the last layer's input.
+"""What each part of a search is worth: schedule, steps, distance, first images, resolution, prior, and a feature term.
 
     python -m benchmarks.search_ablation --data-dir FOLDER --output benchmarks/results/search-ablation.csv
         [--data mnist] [--models lenet-zhu] [--iterations 300 1000]
@@ -7,8 +7,13 @@ The search of `portfolio` with one weight of the total variation, changed in one
 the first test images, one image an update; models are untrained, labels known. `tiles` starts from one random tile of
 4 x 4 pixels, repeated. `features` adds the squared distance of the last layer's inputs from those that its gradient
 shows, relative to their squared length; without a bias in that layer it is left out. `falling` lowers the weight of
-the total variation from 0.1 to 0.003 during the search. A line is a mean over the target clients; `error` is the
-standard error of the paired difference to the first variant. Lines that the output has already are left out.
+the total variation from 0.1 to 0.003 during the search. `signed` takes steps of 0.1 by the gradient's sign, `layers`
+compares each layer by its own cosine, `channels` smooths channels and not the differences between colours, `scales`
+adds up images of a quarter, of half and of the full resolution, and `solved` starts from what
+`r-gap(simulated_client=full)` finds, in models that are plain chains of layers.
+
+A line is a mean over the target clients; `error` is the standard error of the paired difference to the first variant.
+Lines that the output has already are left out.
 """
 
 from __future__ import annotations
@@ -17,20 +22,22 @@ import argparse
 import csv
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from benchmarks.guard_sweep import facts
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.inversion.descent import Cosine, Plateau
 from gradveil.attacks.inversion.image_sources import INPUTS, Canvas, Drawing, Pixels
+from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.inversion.optimisers import Adam
 from gradveil.attacks.knowledge import Knowledge
-from gradveil.attacks.protocol import Observation
+from gradveil.attacks.protocol import Observation, Prospect
 from gradveil.client import Client, ClientTask, drawn_update
 from gradveil.core.freed_memory import keep_freed_memory
 from gradveil.core.noise import Key
@@ -48,14 +55,17 @@ DEFENCES = {"none": 0.03, "dp(clip=20, sigma=1e-3)": 0.1, "dgp(top=0.2, bottom=0
 DEFENCES |= {"prune(0.9)": 0.1, "sign": 0.1, "soteria": 0.03, "precode": 0.01}
 """Defences, each with the weight of the total variation that suits it."""
 _TILE, _FEATURES, _FALLING = 4, 0.01, (0.1, 0.003)
+_SCALES = (2, 4)
+"""Factors by which the coarser of the images that are added up are smaller."""
 
 
 @dataclass(frozen=True)
 class Started(Pixels):
-    """Pixels that start from tiles, or have a term for the last layer's input."""
+    """Pixels that start from tiles, are searched at several scales, or have a term for the last layer's input."""
 
     model: nn.Module
     tiles: bool = False
+    scales: tuple[int, ...] = ()
     weight: float = 0.0
 
     def open(self, canvas: Canvas, key: Key) -> Any:
@@ -76,13 +86,20 @@ class _Started:
             height, width = drawn[INPUTS].shape[-2:]
             tile = drawn[INPUTS][..., :_TILE, :_TILE]
             drawn[INPUTS] = tile.repeat(1, 1, height // _TILE, width // _TILE)
+        count, channels, height, width = drawn[INPUTS].shape
+        for scale in self.images.scales:
+            drawn[f"images.scale{scale}"] = drawn[INPUTS].new_zeros(count, channels, height // scale, width // scale)
         return drawn, constants
 
     def learn(self, public: Tensor | None, key: Key) -> None:
         """Learn nothing."""
 
     def draw(self, variables: Tensors, constants: Tensors) -> tuple[Tensor, Tensor | None]:
-        return self.pixels.draw(variables, constants)
+        images, labels = self.pixels.draw(variables, constants)
+        for scale in self.images.scales:
+            coarse = F.interpolate(variables[f"images.scale{scale}"].flatten(0, 1), images.shape[-2:], mode="bilinear")
+            images = images + coarse.view_as(images)
+        return images, labels
 
     def penalty(self, variables: Tensors, constants: Tensors) -> Tensor | None:
         if not self.images.weight:
@@ -100,8 +117,18 @@ class _Started:
         return {}
 
 
-def variants(attack: Any, model: nn.Module) -> dict[str, Any]:
+class FromRecursion(Inversion):
+    """A search that starts from what the layer-by-layer recursion finds behind a defence."""
+
+    @property
+    def solver(self) -> Any:
+        """The recursion."""
+        return make_attack("r-gap(simulated_client=full)")
+
+
+def variants(attack: Any, prospect: Prospect) -> dict[str, Any]:
     """Name the searches that are compared: that of before, and changes of the present one."""
+    model = prospect.simulated_client.model
     own = attack.descent.stepper.lr
 
     def with_steps(lr: float, schedule: Cosine | Plateau) -> Any:
@@ -109,12 +136,19 @@ def variants(attack: Any, model: nn.Module) -> dict[str, Any]:
 
     bias = getattr(model.get_submodule(last_layer(model)), "bias", None)
     shown = Started(model, weight=_FEATURES)
+    signs = replace(attack.descent, stepper=Adam(lr=0.1, sign="signed"))
+    solved = FromRecursion(**{each.name: getattr(attack, each.name) for each in fields(attack)})
     return {
         "plateau, 0.1": with_steps(0.1, Plateau(patience=400)),
         **{f"cosine, {lr:g}": with_steps(lr, Cosine()) for lr in sorted({0.1, own, 1.0})},
         f"cosine, {own:g}, tiles": replace(attack, images=Started(model, tiles=True)),
         **({} if bias is None else {f"cosine, {own:g}, features": replace(attack, images=shown)}),
         f"cosine, {own:g}, falling": replace(attack, tv=_FALLING[0], tv_end=_FALLING[1]),
+        "cosine, 0.1, signed": replace(attack, descent=signs),
+        f"cosine, {own:g}, layers": replace(attack, objective="layerwise-cosine"),
+        f"cosine, {own:g}, channels": replace(attack, tv_over="channels"),
+        f"cosine, {own:g}, scales": replace(attack, images=Started(model, scales=_SCALES)),
+        **({} if any(solved.solver.problems(prospect)) else {f"cosine, {own:g}, solved": solved}),
     }
 
 
@@ -143,8 +177,10 @@ def measured(options: argparse.Namespace, done: set[tuple[str, ...]]) -> Iterato
             knowledge = Knowledge(space, 10, targets=targets, tensors=ways)
             for iterations in options.iterations:
                 first: Tensor | None = None
-                for variant, tried in variants(attack, model).items():
-                    if (options.data, name, text, variant, str(iterations)) in done:
+                tries = variants(attack, Prospect(client, space.shape, 1, 10, 0))
+                missing = {v for v in tries if (options.data, name, text, v, str(iterations)) not in done}
+                for variant, tried in (tries if missing else {}).items():
+                    if variant not in missing and first is not None:
                         continue
                     tried = replace(tried, descent=replace(tried.descent, iterations=iterations))
                     began = time.process_time()
@@ -152,6 +188,8 @@ def measured(options: argparse.Namespace, done: set[tuple[str, ...]]) -> Iterato
                     seconds = time.process_time() - began
                     scores = space.scores(space.view(found), truth)["ssim"].flatten().double()
                     first = scores if first is None else first
+                    if variant not in missing:  # only compared with
+                        continue
                     yield {
                         "data": options.data,
                         "model": name,

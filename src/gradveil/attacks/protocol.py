@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -226,6 +226,43 @@ class Attack(Protocol):
     ) -> Reconstruction:
         """Reconstruct every target client's batch."""
         ...
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What an attack may declare in attributes of these names. The defaults hold for attributes that it lacks."""
+
+    labels: str | None = None
+    """Source of the labels: `given` by the audit, or the way in which the attack finds them."""
+    rounds: Literal["first", "last", "all"] | None = None
+    """Observed rounds that the attack uses. Attacks of this library without the attribute use the last one."""
+    needs: str = "numbers"
+    """What the examples have to offer, see `Space.offers`: `pictures`, `columns`, `tokens` or plain `numbers`."""
+    ignore: Literal["nothing", "stochastic"] = "nothing"
+    """Layers that are left out of the distance: none, or those behind a bottleneck's noise."""
+    batchnorm: float = 0.0
+    """Weight of the difference to the model's running statistics."""
+    undo: bool = False
+    """Whether a batch defence is undone after the search, so that the answer is the client's own batch."""
+    undo_entries: bool = False
+    """Whether a defence that maps each entry to another number is undone first."""
+    objective: object = None
+    """The distance of simulated and observed updates."""
+    prior: object = None
+    """What is held likely before the update is seen."""
+    start: object = None
+    """The first answer of a search."""
+
+
+def traits(attack: object) -> Traits:
+    """Read what an attack declares of itself.
+
+    >>> class Mine:
+    ...     rounds = "all"
+    >>> traits(Mine()).rounds, traits(Mine()).needs
+    ('all', 'numbers')
+    """
+    return Traits(**{each.name: getattr(attack, each.name) for each in fields(Traits) if hasattr(attack, each.name)})
 
 
 @runtime_checkable

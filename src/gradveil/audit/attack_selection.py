@@ -23,7 +23,7 @@ from gradveil.attacks.attack_catalogue import ALL_ATTACKS, make_attack
 from gradveil.attacks.inversion.inversion import Inversion
 from gradveil.attacks.knowledge import Known
 from gradveil.attacks.learned import Learned
-from gradveil.attacks.protocol import Active, Attack
+from gradveil.attacks.protocol import Active, Attack, traits
 from gradveil.audit.attackers.attacker_table import aimed_by
 from gradveil.audit.audit_config import AUTO, RunConfig
 from gradveil.core.errors import GradveilError, Problem, fail
@@ -111,7 +111,7 @@ def _sidesteps(attack: Attack, defence: str) -> bool:
 
 
 def _ignores_noise(attack: Attack) -> bool:
-    return getattr(attack, "ignore", "nothing") == "stochastic"
+    return traits(attack).ignore == "stochastic"
 
 
 Method = Literal["search", "learned", "closed form", "custom"]
@@ -226,10 +226,6 @@ def general_attacks(defence: str, *, public: bool, kind: str) -> list[str]:
     return [make_name(text) for text in attacks_against([ADAPTIVE], defence, public=public, kind=kind)]
 
 
-_TELLING = ("simulated_client", "undo_entries", "objective", "rounds")
-"""Settings that make two general attacks on an unknown defence different ones; lengths and weights do not."""
-
-
 def is_same_attack(one: str, other: str) -> bool:
     """Return whether two texts are of the same attack, but for how long it runs and how it weighs.
 
@@ -241,7 +237,10 @@ def is_same_attack(one: str, other: str) -> bool:
     if one.partition("(")[0] != other.partition("(")[0]:
         return False
     first, second = built(one), built(other)
-    return first is not None and all(getattr(first, n, None) == getattr(second, n, None) for n in _TELLING)
+    if first is None or second is None or first.simulated_client != second.simulated_client:
+        return False
+    aims = [(known.undo_entries, known.objective, known.rounds) for known in map(traits, (first, second))]
+    return aims[0] == aims[1]
 
 
 @cache

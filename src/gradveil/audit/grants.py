@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.knowledge import How, Infer, Knowledge, Known, Neutral, Optimise, Sample
-from gradveil.attacks.protocol import Active, Attack, Persistent
+from gradveil.attacks.protocol import Active, Attack, Persistent, traits
 from gradveil.audit.experiment import Experiment
 from gradveil.audit.observe import Truth, plain_name
 from gradveil.client import Client, layer_statistics
@@ -109,7 +109,7 @@ def _statistics(attack: Attack, simulated_client: Client, params: Tensors, truth
 
 def looks_at_last(attack: Attack) -> bool:
     """Whether an attack looks at the last of the observed rounds alone, as those without the setting do."""
-    return getattr(attack, "rounds", "last") == "last"
+    return traits(attack).rounds in ("last", None)
 
 
 def rounds_used(attack: Attack, watched: int) -> list[int] | None:
@@ -121,8 +121,8 @@ def rounds_used(attack: Attack, watched: int) -> list[int] | None:
     if watched == 1 or isinstance(attack, Persistent):
         return every
     # Our own attacks without the setting solve for the round they see last.
-    which = getattr(attack, "rounds", None if users(attack) else "last")
-    return {"first": every[:1], "last": every[-1:], "all": every}.get(str(which))
+    which = traits(attack).rounds or ("" if users(attack) else "last")
+    return {"first": every[:1], "last": every[-1:], "all": every}.get(which)
 
 
 def first(truth: Truth) -> Batch:
@@ -133,8 +133,7 @@ def first(truth: Truth) -> Batch:
 def told(attack: Attack) -> dict[str, str]:
     """Say in one word how an attack knows each named tensor, the labels first."""
     ways = {pattern: _WAYS[type(way)] for pattern, way in attack.knowledge.items()}
-    labels = getattr(attack, "labels", None)
-    return {"targets": _LABELS.get(str(labels), "neutral"), **ways}
+    return {"targets": _LABELS.get(str(traits(attack).labels), "neutral"), **ways}
 
 
 def ways(attack: Attack, client: Client, batch: Batch) -> dict[str, str]:

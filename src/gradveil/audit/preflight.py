@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import nn
 
 from gradveil.attacks.attack_catalogue import make_attack
-from gradveil.attacks.protocol import Attack, CanRefuse, Prospect
+from gradveil.attacks.protocol import Attack, CanRefuse, Prospect, traits
 from gradveil.audit.argument_checks import declared
 from gradveil.audit.attack_selection import (
     UNDEFENDED,
@@ -262,7 +262,7 @@ def _meetings(
         attack = experiment.attacks[text]
         simulated_client = client if attack.simulated_client == "full" else client.undefended_update()
         found = [*declared(attack, experiment.public is not None)]
-        found += experiment.space.unmet("data", getattr(attack, "needs", "numbers"))
+        found += experiment.space.unmet("data", traits(attack).needs)
         found += (
             attack.problems(Prospect(simulated_client, *facts)) if isinstance(attack, CanRefuse) and not found else ()
         )
@@ -369,7 +369,7 @@ def _attacks(config: RunConfig, labelled: bool) -> dict[str, Attack]:
     found: dict[str, Attack] = {}
     for text in texts:
         attack = make_attack(with_defaults(text, *tuning), own=True)
-        if not labelled and text not in without_aim(config.attacks) and getattr(attack, "labels", None) == "given":
+        if not labelled and text not in without_aim(config.attacks) and traits(attack).labels == "given":
             attack = make_attack(with_defaults(text, *tuning, labels="restore"))
         found[text] = attack
     return found

@@ -25,6 +25,7 @@ from gradveil.attacks.protocol import (
     Progress,
     Reconstruction,
     Remark,
+    traits,
 )
 from gradveil.attacks.simulated_updates import Simulated
 from gradveil.audit.argument_checks import answer
@@ -464,9 +465,7 @@ def judged(made: Made, seen: Sequence[Observation], truth: Truth) -> Tensors:
     """
     attack, found = made.attack, made.found
     inputs = (
-        truth.raw.inputs
-        if attack.simulated_client == "full" and not getattr(attack, "undo", False)
-        else truth.transformed.inputs
+        truth.raw.inputs if attack.simulated_client == "full" and not traits(attack).undo else truth.transformed.inputs
     )
     knowledge = replace(made.knowledge, targets=truth.raw.targets)
     given = seen, made.simulated_client, knowledge, made.key, inputs, truth.noise, found.plan

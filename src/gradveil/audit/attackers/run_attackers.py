@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 
 from gradveil.attacks.attack_catalogue import make_attack
-from gradveil.attacks.protocol import Attack, CanRefuse
+from gradveil.attacks.protocol import Attack, CanRefuse, traits
 from gradveil.audit.attack_selection import (
     ADAPTIVE,
     MALICIOUS,
@@ -287,23 +287,21 @@ def _problems(attack: Attack, known: UpdateFacts, client: Client) -> str:
     return "; ".join(f"{problem.what} -> {problem.remedy}" for problem in found)
 
 
-_TELLING: tuple[str, ...] = ("prior", "start", "objective")
-"""Settings that make two attacks of one kind different ones."""
-
-
 def _has(attacks: Collection[Attack], wanted: Attack) -> bool:
     """Whether one of these attacks does what is wanted: is of its kind, or pulls to running statistics as it does."""
     if _pulls(wanted):
         return any(map(_pulls, attacks))
-    return any(type(attack) is type(wanted) and _telling(attack) == _telling(wanted) for attack in attacks)
+    return any(type(attack) is type(wanted) and _aims(attack) == _aims(wanted) for attack in attacks)
 
 
 def _pulls(attack: Attack) -> bool:
-    return getattr(attack, "batchnorm", 0) > 0
+    return traits(attack).batchnorm > 0
 
 
-def _telling(attack: Attack) -> list[object]:
-    return [getattr(attack, name, None) for name in _TELLING]
+def _aims(attack: Attack) -> tuple[object, ...]:
+    """Return the settings by which two attacks of one kind are different ones."""
+    known = traits(attack)
+    return known.prior, known.start, known.objective
 
 
 def _call(text: str, setting: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gradveil.attacks.learned import Learned
+from gradveil.attacks.protocol import traits
 from gradveil.audit.attack_check import SOUND, examine, guesses, misses_truth, unused_rounds
 from gradveil.audit.attack_selection import built, general_attacks, is_same_attack
 from gradveil.audit.baselines import expected_of, leaks
@@ -176,4 +177,4 @@ def _shortcoming(other: Row, here: Sequence[Row], unfit: Sequence[Row]) -> str:
 
 def _undoes(row: Row) -> bool:
     """Report whether a general attack reads the defence backwards, or learns to."""
-    return row.method == "learned" or bool(getattr(built(row.attack), "undo_entries", False))
+    return row.method == "learned" or traits(built(row.attack)).undo_entries

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.attacks.knowledge import Known
-from gradveil.attacks.protocol import Active, Attack
+from gradveil.attacks.protocol import Active, Attack, traits
 from gradveil.audit.audit_config import RunConfig
 from gradveil.audit.run_file import resolve
 from gradveil.audit.sources import Source
@@ -85,7 +85,7 @@ class Observed(Source):
         if isinstance(attack, Active):
             what = "changes the model before it is sent, and these updates were recorded of the model as it was"
             yield Problem("observed", what, "leave it out, or audit a simulated client: without --observed")
-        if getattr(attack, "labels", None) == "given" and not self.scored:
+        if traits(attack).labels == "given" and not self.scored:
             what = "is given, and the true labels were not recorded"
             yield Problem("labels", what, "let it find them: labels=restore (or idlg, unique, joint)")
         for pattern, way in attack.knowledge.items():
