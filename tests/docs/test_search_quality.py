@@ -4,6 +4,8 @@ import csv
 from pathlib import Path
 from typing import Any
 
+from benchmarks import strength_curves
+
 HERE = Path(__file__).parents[2]
 
 
@@ -83,3 +85,19 @@ def test_page_of_weakest_settings_shows_the_best_recorded_attack(hook: Any) -> N
         own = [run for run in runs if f"`{run['defence']}`" == defence and run["asr"]]
         assert best.startswith(f"{100 * max(float(run['asr']) for run in own):.0f}% ")
         assert by.strip("`") in {run["attack"] for run in own}
+
+
+def test_curves_hold_the_recorded_counts() -> None:
+    counts = strength_curves.best_known()
+    curves = {title: strength_curves.found(title, fit, counts) for title, fit in strength_curves.STRENGTHS.items()}
+    assert len(curves) == 10
+    assert all(len(points) >= 2 for points in curves.values())
+    shown = sum(len(points) for points in curves.values())
+    assert {run["defence"] for run in recorded("weakest-settings.csv")} <= {*counts}
+    assert shown >= len({run["defence"] for run in recorded("weakest-settings.csv")})
+    chains = [curve for title in strength_curves.CHAINS for curve in strength_curves.chains(title).values()]
+    simple = [run for run in recorded("defended-layers.csv") if " + " not in run["defence"]]
+    simple = [run for run in simple if not run["defence"].startswith("quantise")]
+    assert sorted((count, images) for curve in chains for _, count, images in curve) == sorted(
+        (int(run["recovered"]), int(run["images"])) for run in simple
+    )
