@@ -4,12 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from gradveil.attacks.attack_catalogue import make_attack
 from gradveil.attacks.closed_form.mixed_features import mixed_features
+from gradveil.attacks.inversion.descent import Descent
 from gradveil.attacks.inversion.distances import feature_distance
 from gradveil.attacks.inversion.inversion import Inversion
+from gradveil.attacks.inversion.optimisers import Adam
 from gradveil.attacks.inversion.problem import INPUTS, InversionProblem
+from gradveil.client import Client
 from gradveil.core.noise import Key
 from gradveil.core.types import Batch
 from gradveil.defences import parse
@@ -105,6 +109,33 @@ def test_inputs_that_the_search_cannot_draw_are_left_out(defence):
     seen = replace(scene.observation, params=params, update=update)
     problem = InversionProblem(Inversion("a", features=1.0), [seen], client, scene.knowledge, Key(0))
     assert problem.features is None
+
+
+class Pooled(nn.Module):
+    """The last linear layer acts on every place of an image; its outputs are averaged."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Conv2d(1, 5, 3), nn.Linear(5, 10)
+
+    def forward(self, images):
+        return self.head(self.body(images).tanh().flatten(2).mT).mean(1)
+
+
+@pytest.mark.parametrize("model", [Pooled(), nn.Sequential(nn.Conv2d(1, 10, 8), nn.Flatten())])
+def test_models_without_a_classifier_of_one_vector_are_searched_as_before(model):
+    model = model.double()
+    truth = Batch(
+        torch.rand(2, 3, 1, 8, 8, generator=Key(0).generator(), dtype=torch.double),
+        torch.tensor([[0, 1, 1], [2, 3, 4]]),
+    )
+    scene = observed(Client(model), truth, 10)
+    attack = Inversion("a", descent=Descent(Adam(lr=0.1), iterations=2), features=0.03)
+    found, bare = (
+        each([scene.observation], scene.client, scene.knowledge, Key(0))
+        for each in (attack, replace(attack, features=0.0))
+    )
+    assert torch.equal(found.inputs, bare.inputs)
 
 
 def test_a_batch_on_convolutions_separates():

@@ -54,13 +54,13 @@ from gradveil.attacks.noise_likelihood import (
 from gradveil.attacks.protocol import Observation
 from gradveil.client import Client, cosine_distances, layer_statistics
 from gradveil.core.chain import last_stage, relaxed
-from gradveil.core.errors import fail
+from gradveil.core.errors import GradveilError, fail
 from gradveil.core.noise import Key, Noise
 from gradveil.core.streams import Stream
 from gradveil.core.tree import Tensors, qualified, select, take, under
 from gradveil.core.types import Batch, DrawsEntries
 from gradveil.gradients.fused import squared_lengths
-from gradveil.nn.module_paths import caught_inputs, downstream, last_layer
+from gradveil.nn.module_paths import caught_inputs, downstream, evaluating, last_layer
 
 Streams = Mapping[int, Generator]
 """Row -> the random stream of its draws in every iteration."""
@@ -274,22 +274,38 @@ class InversionProblem:
         return kept_denoiser(self.knowledge.space.view(public.inputs[:ENOUGH].to(self.device).float()))
 
     @cached_property
+    def last_layer(self) -> str:
+        """The path of the classifier; empty for models that do not end in a linear layer of one vector an example."""
+        model, blank = self.simulated_client.model, self.example.new_zeros((1, *self.knowledge.space.shape))
+        try:
+            last = last_layer(model, blank)
+        except GradveilError:
+            return ""
+        with caught_inputs(model, last) as caught, evaluating(model), torch.no_grad():
+            model(blank)
+        return last if caught[-1].ndim == 2 else ""
+
+    @cached_property
     def features(self) -> Tensor | None:
-        """The last layer's inputs [V, B, F] in the first round, NaN where its gradient does not tell them apart."""
-        client, blank = self.simulated_client, self.example.new_zeros((1, *self.knowledge.space.shape))
+        """The last layer's inputs [V, B, F] in the first round, NaN where its gradient does not tell them apart.
+
+        None if that is so for all target clients, or if random numbers, batch defences or steps come in between.
+        """
+        client = self.simulated_client
         drawn = any(name.startswith("model.") for name in self.spec)  # and so would inputs of the last layer be
         if not self.attack.features or self.labels is None or self.examples == 1 or drawn:
             return None
         if client.batch or client.local is not None or client.members > 1:
             return None
-        r, last = self.rounds[0], last_layer(client.model, blank)
-        names = [qualified(last, name) for name in ("weight", "bias")]
+        r = self.rounds[0]
+        names = [qualified(self.last_layer, name) for name in ("weight", "bias")]
         if not {*names} <= {*r.observed} or r.observed[names[1]].shape[1] != self.knowledge.classes:
             return None
         (weight, bias), layer = (r.observed[name] for name in names), (r.params[names[0]], r.params[names[1]])
         keys = [self.key.child(Stream.FEATURES, number) for number in self.draws.target_clients]
         clients = zip(zip(weight, bias, strict=True), self.labels, keys, strict=True)
-        return torch.stack([mixed_features(gradient, layer, labels, key) for gradient, labels, key in clients])
+        found = torch.stack([mixed_features(gradient, layer, labels, key) for gradient, labels, key in clients])
+        return found if found.isfinite().any() else None
 
     def learn(self) -> None:
         """Train the generator of the images on auxiliary data, if the attack has one."""
@@ -392,12 +408,11 @@ class InversionProblem:
     def _strangeness(self, inputs: Tensor, wanted: Tensor, labels: Tensor) -> Tensor:
         """Return how far [N] the last layer's inputs are from the wanted ones; zero where these are unknown."""
         client, params = self.simulated_client, self.rounds[0].params
-        last = last_layer(client.model, inputs[0, :1].detach())
 
         def at_images(images: Tensor) -> Tensor:
-            with caught_inputs(client.model, last) as caught:
+            with caught_inputs(client.model, self.last_layer) as caught:
                 client.objective.outputs(params, images, {})
-            return caught[-1].flatten(1)
+            return caught[-1]
 
         own = torch.func.vmap(at_images)(inputs)
         return feature_distance(own, wanted, labels if self.judges else None)
