@@ -111,6 +111,17 @@ def test_inputs_that_the_search_cannot_draw_are_left_out(defence):
     assert problem.features is None
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e4, 1e38])
+@pytest.mark.parametrize("labels", [[0, 0, 0], [0, 1, 1]])
+def test_gradients_of_any_size_raise_nothing(scale, labels):
+    generator = Key(0).generator()
+    inputs, weight, bias = (torch.rand(shape, generator=generator) for shape in ((3, 16), (10, 16), (10,)))
+    chosen, inputs = torch.tensor(labels), scale * inputs
+    errors = ((inputs @ weight.T + bias).softmax(1) - nn.functional.one_hot(chosen, 10)) / 3
+    answer = mixed_features((errors.T @ inputs, errors.sum(0)), (weight, bias), chosen, Key(0))
+    assert answer.isnan().all() or torch.cdist(answer, inputs).amin(1).max() < 0.01 * scale
+
+
 class Pooled(nn.Module):
     """The last linear layer acts on every place of an image; its outputs are averaged."""
 
